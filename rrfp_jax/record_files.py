@@ -19,7 +19,7 @@ TEXT_BYTES = 1 << 20
 """Largest size of a file that people write: a configuration, a tokenizer's settings."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of ``link`` on a file system without hard links."""
-_LARGEST_BYTES = 1 << 28
+LARGEST_RECORD_BYTES = 1 << 28
 _MOST_VALUES = 10_000_000
 """Largest number of values in any JSON that is read: about a gigabyte of Python's objects, the text included."""
 _MOST_DEPTH = 100
@@ -31,7 +31,7 @@ _REAL = re.compile(
 )
 
 
-def read_record(path: Path, most_bytes: int = _LARGEST_BYTES) -> tuple[bytes, os.stat_result]:
+def read_record(path: Path, most_bytes: int = LARGEST_RECORD_BYTES) -> tuple[bytes, os.stat_result]:
     """Returns the bytes of a record's file and its status; raises OSError also for pipes, devices and too large files.
 
     The file is opened, which asks a file server where a mere look might find an old answer. Opening never waits.

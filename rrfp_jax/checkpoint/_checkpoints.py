@@ -53,6 +53,7 @@ from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.programs.chunk import ADAPTERS, whole_name
 from rrfp_jax.programs.shardings import spread
 from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.storage import STORE_FAILED, located
 from rrfp_jax.waiting import result_of
 
 _LOG = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}: give 1 or more checkpoints")
-        self.directory, self._keep = Path(directory).absolute(), keep
+        self.directory, self._keep = located(directory).absolute(), keep
         self._layout = dict(layout or {})
         self._coordinator = coordinator or SimpleNamespace(
             rank=0, living=(0,), gather=lambda name, data=None: {0: data}
@@ -326,8 +327,8 @@ class Checkpoints:
                 self._on_first(call, "committed", lambda: self._commit(Commit(**commit), directory))
             except _RanksLost:
                 raise  # The lost rank may have committed the step, so its data stay.
-            except NotDone:
-                if self._is_first:
+            except NotDone as failed:
+                if self._is_first and STORE_FAILED not in str(failed):  # which may have committed it
                     remove_tree(directory / data)
                     with suppress(OSError):
                         directory.rmdir()  # only if it is empty
@@ -372,7 +373,8 @@ class Checkpoints:
     def newest(self) -> StoredStep | None:
         """Returns the newest step that can be restored, or None; a warning names each newer one that cannot.
 
-        Raises ValueError where it is the base that is missing: whoever starts over would replace the adapters.
+        Raises ValueError where it is the base that is missing, or the object store does not answer: whoever starts over
+        would replace the adapters, or the steps.
         """
         self.wait()
         call = self._next("newest")
@@ -380,7 +382,7 @@ class Checkpoints:
             try:
                 return self._examine(call, step)
             except NotDone as problem:
-                if LACKS_BASE in str(problem):
+                if LACKS_BASE in str(problem) or STORE_FAILED in str(problem):
                     raise
                 _LOG.log(self._level, "%s", problem)
         return None

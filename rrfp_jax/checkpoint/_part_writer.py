@@ -14,8 +14,9 @@ import math
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from rrfp_jax.checkpoint._arrays import PARAMS, ArrayName, HostArray, nested, si
 from rrfp_jax.checkpoint._records import Commit, PartRecord, step_directory, sum_tree, sync_directory
 from rrfp_jax.layout import Layout
 from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
+from rrfp_jax.storage import BucketPath, move_up, working_folder
 
 # A chunk is read at once, at least: small enough for a share of a large array, large enough for a disk.
 _CHUNK_BYTES = 16 << 20
@@ -166,14 +168,19 @@ class PartWriter:
 
         Raises the errors of Orbax, TensorStore and the file system.
         """
+        here = self._here(folder)
+        if here != folder:
+            shutil.rmtree(here, ignore_errors=True)
         for part, handler in self._handlers.items():
-            path = folder / part.name
+            path = here / part.name
             path.mkdir(parents=True, exist_ok=True)
             own = _stored(part, arrays)
             if not own:  # Orbax refuses to save layers that have no arrays
                 continue
             with _around_orbax():
                 handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(own)))
+            if isinstance(folder, BucketPath) and self._rank != part.ranks[0]:
+                move_up(path, folder / part.name)
 
     def finish(self, folder: Path, arrays: Mapping[ArrayName, HostArray]) -> dict[str, str]:
         """Puts together the parts whose first process this is, once all processes have written their shares.
@@ -183,16 +190,30 @@ class PartWriter:
         written = {}
         for part, handler in self._handlers.items():
             if self._rank == part.ranks[0]:
-                path = folder / part.name
+                path, place = self._here(folder) / part.name, folder / part.name
                 own = _stored(part, arrays)
+                if isinstance(place, BucketPath) and len(part.ranks) > 1:
+                    # The shares of the others: Orbax puts them together where all of them are.
+                    place.download(path, place.files())
                 if own:
                     with _around_orbax():
                         handler.finalize(epath.Path(path))
                 shapes = tuple((name, array.dtype.name, array.shape) for name, array in own.items())
                 layers = tuple(dict.fromkeys(stored_name((layer,))[0] for layer in part.layers))
                 record = PartRecord(layers=layers, arrays=shapes, files=sum_tree(path))
+                if isinstance(place, BucketPath):
+                    move_up(path, place)
                 written[part.name] = record.write(folder / f"{part.name}.json")
+        if isinstance(folder, BucketPath):
+            shutil.rmtree(self._here(folder), ignore_errors=True)
+            with suppress(OSError):
+                self._here(folder).parent.rmdir()  # only if no other rank of this host writes there
         return written
+
+    def _here(self, folder: Path) -> Path:
+        """Returns where this process writes what is for ``folder``: on a disk, from which files go to an object store
+        one by one, for Orbax merges files and TensorStore knows two kinds of stores."""
+        return working_folder(folder.parents[1]) / f"rank-{self._rank}" if isinstance(folder, BucketPath) else folder
 
     def close(self) -> None:
         """Frees the threads."""

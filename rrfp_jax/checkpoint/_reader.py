@@ -7,9 +7,8 @@ it finds the layers of both.
 
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +41,7 @@ from rrfp_jax.checkpoint._records import (
     step_directory,
 )
 from rrfp_jax.programs.chunk import ADAPTERS, LayerShard, shard_named, whole_name
+from rrfp_jax.storage import BucketPath, located, temporary_folder
 
 BASE = "base of adapters"
 """The key of a step's plain data that names the step with the layers that it lacks: folder, number and digest."""
@@ -63,6 +63,8 @@ class StoredStep:
     """Plain data that was given to ``save`` beside arrays."""
     parts: Mapping[Path, PartRecord]
     """Records by the directory of the part."""
+    copies: dict[Path, Path] = field(default_factory=dict, compare=False, repr=False)
+    """Local folders of the parts that were read from an object store. They go with this object."""
 
 
 def open_step(root: Path, step: int) -> StoredStep:
@@ -124,7 +126,7 @@ def check_files(stored: StoredStep, rank: int, num_ranks: int) -> None:
     for path, expected in files[rank::num_ranks]:
         fault = file_fault(path, expected)
         if fault:
-            where = os.path.relpath(path, stored.path)
+            where = path.relative_to(stored.path) if path.is_relative_to(stored.path) else path
             raise Unusable(f"step {stored.step} cannot be restored from {stored.path}: {where} {fault}")
 
 
@@ -188,15 +190,15 @@ def read_arrays(
             raise Unusable(f"{shown_name(name)} is {was} in {stored.path} and {now} in this run: {_REMEDY}")
         piece = next((piece for piece in found.pieces if (piece.start, piece.shape) == (start, shape)), None)
         if piece is None:
-            arrays[name] = _read_across(found, spec, axis, start)
+            arrays[name] = _read_across(stored, found, spec, axis, start)
         elif piece.name != name:  # an array that all shards have, such as the number of updates
-            arrays[name] = _read_batch(piece.path, {piece.name: spec})[piece.name]
+            arrays[name] = _read_batch(_folder_of(stored, piece.path), {piece.name: spec})[piece.name]
         else:
             shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
             sizes.setdefault(piece.path, {})[name] = shard_bytes * len(spec.sharding.addressable_devices)
     for path, of_part in sizes.items():
         for names in size_batches(of_part.items(), _BATCH_BYTES):
-            arrays |= _read_batch(path, {name: wanted[name] for name in names})
+            arrays |= _read_batch(_folder_of(stored, path), {name: wanted[name] for name in names})
     return {
         name: jax.random.wrap_key_data(arrays[name], impl=jax.random.key_impl(jnp.empty(0, spec.dtype)))
         if is_random_key(spec)
@@ -264,7 +266,21 @@ def _saved_arrays(stored: StoredStep) -> dict[ArrayName, _SavedArray]:
     return saved
 
 
-def _read_across(saved: _SavedArray, spec: Any, axis: int, start: int) -> jax.Array:
+def _folder_of(stored: StoredStep, path: Path) -> Path:
+    """Returns the local folder of a part; one in an object store is copied, whole, by the first who reads it."""
+    if not isinstance(path, BucketPath):
+        return path
+    if path not in stored.copies:
+        folder, files = temporary_folder(stored), stored.parts[path].files
+        path.download(folder, files)
+        for name, expected in files.items():
+            if fault := file_fault(folder / name, expected):
+                raise Unusable(f"step {stored.step} cannot be restored from {stored.path}: {path.name}/{name} {fault}")
+        stored.copies[path] = folder
+    return stored.copies[path]
+
+
+def _read_across(stored: StoredStep, saved: _SavedArray, spec: Any, axis: int, start: int) -> jax.Array:
     """Returns an array that begins at ``start`` of a saved one along ``axis``, from the pieces that have some of it."""
 
     def read(index: Any) -> np.ndarray:
@@ -276,17 +292,18 @@ def _read_across(saved: _SavedArray, spec: Any, axis: int, start: int) -> jax.Ar
             end = min(stop + start - piece.start, piece.shape[axis])
             if begin < end:
                 own[dim] = slice(begin, end)
-                found.append(_open_array(piece)[tuple(own)].read().result())
+                array = _open_array(_folder_of(stored, piece.path), piece.name)
+                found.append(array[tuple(own)].read().result())
         return np.concatenate(found, axis=dim).astype(spec.dtype)
 
     return jax.make_array_from_callback(spec.shape, spec.sharding, read)
 
 
-def _open_array(piece: _Piece) -> ts.TensorStore:
+def _open_array(folder: Path, name: ArrayName) -> ts.TensorStore:
     store = {
         "driver": "ocdbt",
-        "base": {"driver": "file", "path": f"{piece.path}/"},
-        "path": f"{'.'.join(piece.name)}/",
+        "base": {"driver": "file", "path": f"{folder}/"},
+        "path": f"{'.'.join(name)}/",
     }
     return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
@@ -307,7 +324,7 @@ def frozen_state(stored: StoredStep, names: Iterable[ArrayName]) -> dict[ArrayNa
 
 def newest_step(directory: Path) -> StoredStep:
     """Returns the newest committed step after a check of its files; raises Unusable, with one sentence, without one."""
-    directory = directory.absolute()  # Orbax takes no other
+    directory = located(directory).absolute()  # Orbax takes no other
     step = last_committed(directory)
     if step is None:
         raise Unusable(f"{directory} holds no checkpoint: train first, or give the folder of another run")

@@ -10,7 +10,8 @@
 
 ``commit.json`` is written last, by one process, in one piece, with checksums of the parts' records and of itself. So a
 step is committed as a whole or not at all, whichever process is killed when. A second attempt at the same step, or a
-process of an earlier run that has not died yet, writes to another ``data-...`` directory.
+process of an earlier run that has not died yet, writes to another ``data-...`` directory. In an object store the record
+is an object that is made once (``rrfp_jax/storage.py``); a store that does not answer is no step without a record.
 
 A step is removed only after a newer one is committed, and always its ``commit.json`` first. Nothing is ever changed
 through a symbolic link, and a directory that holds anything that is not ours is left alone.
@@ -26,13 +27,15 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field
 
 from rrfp_jax.checkpoint._arrays import ArrayName
-from rrfp_jax.record_files import NO_LINKS, parse_json, read_record
+from rrfp_jax.record_files import NO_LINKS, parse_json
+from rrfp_jax.storage import STORE_FAILED, BucketPath, located, read_stored
 
 _LOG = logging.getLogger(__name__)
 _FORMAT, _VERSION = "rrfp-jax checkpoint", 1
@@ -86,7 +89,7 @@ class PartRecord(BaseModel, frozen=True, strict=True):
     def read(cls, path: Path, checksum: str) -> "PartRecord":
         """Returns the record that :meth:`write` wrote; raises Unusable for anything else."""
         try:
-            data, _ = read_record(path)
+            data, _ = read_stored(path)
         except OSError as error:
             raise Unusable(f"{path.name} cannot be read ({error.strerror})") from None
         if hashlib.sha256(data).hexdigest() != checksum:
@@ -120,7 +123,7 @@ class Commit(BaseModel, frozen=True, strict=True):
     def read(cls, directory: Path) -> "Commit":
         """Returns the record that :meth:`write` wrote; raises Unusable for anything else."""
         try:
-            data = parse_json(read_record(directory / _COMMIT)[0])
+            data = parse_json(read_stored(directory / _COMMIT)[0])
             content: Any = data.get("content") if isinstance(data, dict) else None
             if not isinstance(content, dict) or content.get("format") != _FORMAT:
                 raise Unusable("it is no checkpoint of this package")
@@ -151,11 +154,12 @@ class Commit(BaseModel, frozen=True, strict=True):
 
 def step_directory(root: Path, step: int) -> Path:
     """Returns the directory of a step."""
-    return root / f"step_{step:08d}"
+    return located(root) / f"step_{step:08d}"
 
 
 def steps_in(root: Path) -> list[int]:
     """Returns the steps that directories are named after, newest first."""
+    root = located(root)
     if not root.is_dir():
         return []
     steps = {_step_of(entry) for entry in root.iterdir() if entry.is_dir()}
@@ -171,7 +175,9 @@ def is_committed(root: Path, step: int, data: str | None = None) -> bool:
     """Returns whether a step is committed; with ``data``, by this very attempt."""
     try:
         found = Commit.read(step_directory(root, step)).data
-    except Unusable:
+    except Unusable as problem:
+        if STORE_FAILED in str(problem):
+            raise
         return False
     return data is None or found == data
 
@@ -264,6 +270,9 @@ def canonical_json(data: Any) -> bytes:
 def _write_whole(path: Path, data: bytes, *, replaces: bool = True) -> None:
     """Writes a file so that it is there as a whole or not at all, even after a power cut. Raises FileExistsError if
     there is one already that it may not replace."""
+    if isinstance(path, BucketPath):
+        path.put(data, create=not replaces)
+        return
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -293,6 +302,8 @@ def _link(temporary: Path, path: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """Forces the names in a directory to the disk."""
+    if isinstance(path, BucketPath):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -337,4 +348,8 @@ def _sum_file(path: Path, *, sync: bool = False) -> FileSum:
 
 def remove_tree(path: Path) -> None:
     """Removes a directory as far as possible; a process that still writes there does not stop it."""
-    shutil.rmtree(path, ignore_errors=True)
+    if isinstance(path, BucketPath):
+        with suppress(OSError):
+            path.remove_tree()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -35,6 +35,7 @@ from rrfp_jax.data.tokens import TOKENIZER
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.hf.model_folder import CARRIED, MODEL
 from rrfp_jax.models.config import DTYPES
+from rrfp_jax.storage import local_copy, located
 
 IMPORT, EXPORT = "import", "export"
 _EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -44,7 +45,7 @@ _SHARD_SIZE = "5GB"
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
-    source, target = Path(arguments.source), Path(arguments.folder)
+    source, target = located(arguments.source), located(arguments.folder)
     with checking_input():
         sentences = (
             _import(arguments, source, target) if arguments.way == IMPORT else _export(arguments, source, target)
@@ -93,6 +94,7 @@ def _import(arguments: argparse.Namespace, source: Path, target: Path) -> list[s
         raise ValueError(f"shard-size is about the files of an {EXPORT}: leave it out")
     if arguments.adapters:
         raise ValueError(f"adapters is about an {EXPORT}: leave it out")
+    source = local_copy(source)
     if arguments.base is not None:
         return _import_adapters(arguments, source, target)
     if (source / "adapter_config.json").is_file():

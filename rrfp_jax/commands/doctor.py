@@ -71,6 +71,7 @@ from rrfp_jax.hardware import (
 from rrfp_jax.observe.output_files import check_file, check_folder
 from rrfp_jax.runtime.cluster import membership_from
 from rrfp_jax.runtime.jax_environment import idle_plugin, two_cudas
+from rrfp_jax.storage import BucketPath, check_bucket, located
 from rrfp_jax.version import __version__
 
 _GIB = 1 << 30
@@ -91,7 +92,8 @@ _DEADLINE_S = 15.0
 _JAX_DEADLINE_S = 120.0
 """The GPUs of a host that nothing has used take seconds each."""
 _RANKS_DEADLINE_S = 150.0
-_PROBES = "rrfp_jax.commands._doctor_probes"
+_PROBES, _PROBE_JAX, _PROBE_RANK = "rrfp_jax.commands.doctor", "probe-jax", "probe-rank"
+"""The module of the probes, and their names. They run in processes of their own, since each may fail or hang."""
 _LAUNCH = ("launch", "--processes", "2", "--start-deadline-s", "60", "--grace-s", "5", "--prefix", "always")
 _OF_A_RANK = (RANK, NUM_RANKS, RENDEZVOUS, COORDINATOR, ATTEMPT, DETECT)
 """Variables under which the ranks would join another run."""
@@ -339,6 +341,13 @@ def check_run_directory(path: Path) -> Finding:
 
     The trial write is made in the nearest folder that exists, because the path itself may be made by the run only.
     """
+    if isinstance(path := located(path), BucketPath):
+        try:
+            check_bucket(path, "run directory")
+        except ValueError as error:
+            text, _, remedy = str(error).rpartition(": ")
+            return _problem(text, remedy)
+        return _ok(f"objects can be made once, listed, read and removed in {path}", path=str(path))
     remedy = "name another one (--run-dir), or make it writable"
     try:
         check_folder(path, "run directory")
@@ -484,7 +493,7 @@ def check_jax(deadline_s: float = _JAX_DEADLINE_S) -> Finding:
         return _problem(*_text_and_remedy(both))
     try:
         done = subprocess.run(
-            python_module(_PROBES, "jax"),
+            python_module(_PROBES, _PROBE_JAX),
             env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -547,7 +556,7 @@ def check_start(*, jax_starts: bool, deadline_s: float = _RANKS_DEADLINE_S) -> F
     if not jax_starts:
         return _warning("not tried, since JAX does not start", "see above")
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
-    options = [*_LAUNCH, "--", _PROBES]
+    options = [*_LAUNCH, "--", _PROBES, _PROBE_RANK]
     by_hand = f"mend what is wrong above, or see all that is said: rrfp {' '.join(options)}"
     started_s = time.monotonic()
     with subprocess.Popen(
@@ -575,5 +584,38 @@ def check_start(*, jax_starts: bool, deadline_s: float = _RANKS_DEADLINE_S) -> F
     return _ok(f"started, met and ran steps together, in {took_s:.0f} s", seconds=round(took_s, 1))
 
 
+def _start_jax() -> int:
+    """Start JAX and print its platform, devices and versions."""
+    import jax
+
+    devices = jax.devices()
+    kinds = list(dict.fromkeys(device.device_kind for device in devices))
+    seen = {"platform": devices[0].platform, "num_devices": len(devices), "kinds": kinds}
+    print(json.dumps({**seen, "jax": jax.__version__, "jaxlib": version("jaxlib")}))
+    return 0
+
+
+def _run_rank() -> int:
+    """Run this rank's stage of a small emulated pipeline."""
+    from rrfp_jax.cluster import ClusterConfig
+
+    process = enter(num_stages=2, configuration={}, cluster=ClusterConfig(), platform="cpu")
+
+    import numpy as np
+
+    from rrfp_jax.core import Agreement, Ordering, StepRules
+    from rrfp_jax.schedules import chain, linear
+    from rrfp_jax.testing import emulate
+
+    graph = chain(2, 4)
+    order = Ordering(hint="bf").resolve(linear(2), graph)
+    arbiters = order.arbiters(StepRules(updates=False, agreement=Agreement.ALL), members=process.members())
+    emulate(arbiters, np.ones((2, graph.num_chunks, graph.num_microbatches, 3)), 2, process=process)
+    process.finish()
+    return 0
+
+
 if __name__ == "__main__":
-    run_command(main)
+    if sys.argv[1:] == [_PROBE_JAX]:
+        sys.exit(_start_jax())  # unguarded: its errors are read from the last line of its traceback
+    run_command(_run_rank if sys.argv[1:] == [_PROBE_RANK] else main)

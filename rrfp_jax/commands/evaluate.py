@@ -30,6 +30,7 @@ from rrfp_jax.commands.training.config import (
 from rrfp_jax.commands.training.config_sources import add_trust_argument
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.exit_codes import DONE
+from rrfp_jax.storage import local_copy, located
 from rrfp_jax.training.run_config import EvaluationConfig
 from rrfp_jax.training.run_directory import CONFIG
 
@@ -52,8 +53,8 @@ _ONE_DEVICE: dict[str, Any] = {
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
-    run = Path(arguments.run)
     with checking_input():
+        run = located(arguments.run)
         asked = {"batches": arguments.batches, "sets": arguments.set, "trust": arguments.trust}
         config = config_of(run, overrides_of(arguments), **asked)
         planned = plan_run(config, run)
@@ -96,9 +97,9 @@ def config_of(
     run: Path, overrides: dict[str, Any], *, batches: int | None, sets: list[str] | None, trust: bool = False
 ) -> TrainConfig:
     """The configuration of a run, changed to evaluate it; raises ValueError, with the remedy, where it cannot be."""
-    path = run / CONFIG
-    if not path.is_file():
+    if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is no run directory, it has no {CONFIG}: give one that rrfp train has made")
+    path = local_copy(run / CONFIG)
     config = read_train_config(str(path), {})
     resets = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
     config = load_train_config(str(path), {**resets, **overrides}, trust=trust)

@@ -23,6 +23,7 @@ from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.runtime.event_log import PATTERN, read_log
 from rrfp_jax.runtime.replay import RunReplay, happenings, replay_run, standing
 from rrfp_jax.schedules import NO_MICROBATCH
+from rrfp_jax.storage import local_copy, located
 
 _DIFFERS = 1
 
@@ -79,11 +80,11 @@ def make_parser() -> CommandParser:
 
 def _files(names: Sequence[str]) -> list[Path]:
     files: list[Path] = []
-    for path in map(Path, names):
+    for path in map(located, names):
         found = sorted(path.glob(PATTERN)) if path.is_dir() else [path]
         if not found:
             raise ValueError(f"{path} holds no event log ({PATTERN}): one is written there when a run is given up")
-        files += found
+        files += map(local_copy, found)
     return list(dict.fromkeys(files))
 
 

@@ -23,6 +23,7 @@ from rrfp_jax.commands.common.process import start_alone
 from rrfp_jax.commands.training.config import TrainConfig, read_train_config
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.hf.model_folder import RUN, ModelFolder, open_model
+from rrfp_jax.storage import local_copy
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.sampling.generating import TokenPrompt
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     with checking_input():
         text = _text(arguments)
         folder = open_model(Path(arguments.folder), "the model")
-        run = None if folder.is_import else read_train_config(str(folder.path / RUN), {})
+        run = None if folder.is_import else read_train_config(str(local_copy(folder.path / RUN)), {})
         _check_images(arguments, folder, run)
         start_alone(None if run is None else run.run.platform)
         from rrfp_jax.commands.sampling.generating import Drawing

@@ -44,6 +44,7 @@ from rrfp_jax.exit_codes import (
     print_fatal_message,
 )
 from rrfp_jax.runtime.jax_environment import check_plugin
+from rrfp_jax.storage import located
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.training.assembly import Run
@@ -146,7 +147,7 @@ def train(
 def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool, to_say: Sequence[str]) -> int:
     go_on_without_output()
     with checking_input():
-        path = Path(config.run.run_dir or _default_path(name))
+        path = located(config.run.run_dir or _default_path(name))
         planned = plan_run(config, path, fresh=fresh and not _is_restart(), force=force)
         check_plugin(config.run.platform)
         with ending_at_once():
@@ -159,7 +160,7 @@ def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool,
     try:
         return _train(run, name, fresh=fresh, force=force)
     finally:
-        run.directory.lock.release()
+        run.directory.close()
 
 
 def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
@@ -172,7 +173,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         run.begin(fresh=fresh and not _is_restart(), force=force)
     run.console.show_stages(run.pipeline)
     if run.is_complete:
-        run.console.say(f"{run.directory.path} holds all {run.config.run.steps} steps: give more steps, or --fresh")
+        run.console.say(f"{run.directory.place} holds all {run.config.run.steps} steps: give more steps, or --fresh")
         run.finish()
         return DONE
     with run.metrics() as metrics:
@@ -191,10 +192,10 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
                 _leave_timeline(run, loop, name)
             if run.is_first:
                 end.add_note(run.describe_saved())
-            end.add_note(f"the run is in {run.directory.path}")
+            end.add_note(f"the run is in {run.directory.place}")
             raise
     _leave_timeline(run, loop, name)
-    run.console.say(f"the run is in {run.directory.path}: {', '.join(run.directory.written())}")
+    run.console.say(f"the run is in {run.directory.place}: {', '.join(run.directory.written())}")
     if _is_restart():
         run.console.say(f"goodput {loop.goodput:.1%}: the part of the time since the launch that went into its steps")
     if not run.is_saved:
@@ -244,7 +245,7 @@ def _stop_before_first_step(run: "Run", number: int) -> None:
     """End the process while programs are compiled: there is nothing new to save, and the main thread may hear of
     nothing for minutes."""
     saved = run.describe_saved() if run.is_first else ""
-    run.directory.lock.release()
+    run.directory.close()
     end_stopped(number, saved)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from rrfp_jax.data._sources import SAVED
 from rrfp_jax.data.tokens import HEADER, megatron_prefix
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, FieldRule, check_fields
+from rrfp_jax.storage import BucketPath, located
 
 _FRACTION = FieldRule("0 or more, and less than 1", lambda value: 0 <= value < 1)
 _MOST_PIXELS = 178_956_970  # a file of a few kilobytes may have as many, and they fill a gigabyte
@@ -324,7 +325,7 @@ def kind_of(values: Mapping[str, Any]) -> str:
             return "jsonl"
         if ".parquet" in first or ".arrow" in first or Path(first).expanduser().joinpath(SAVED).is_file():
             return "parquet"
-        is_set = bool(path) and Path(first).expanduser().joinpath(HEADER).is_file()
+        is_set = bool(path) and located(first).expanduser().joinpath(HEADER).is_file()
         return "tokens" if is_set or (path and megatron_prefix(first) is not None) else "text"
     if kind not in DATA_KINDS:
         raise ValueError(f"data: kind is {kind!r}: give one of {', '.join(DATA_KINDS)}")
@@ -337,6 +338,13 @@ def record_values(values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
     Raises ValueError, in one sentence, for a key that the kind does not take.
     """
     kind = kind_of(values)
+    paths = values.get("path")
+    for path in paths if isinstance(paths, list | tuple) else (paths,):
+        if kind not in ("tokens", "own") and isinstance(path, str) and isinstance(located(path), BucketPath):
+            raise ValueError(
+                f"data: path is {path}, and of an object store only token sets are read (kind tokens): make one with "
+                "rrfp tokenize, or copy the file to a disk"
+            )
     record, given = DATA_KINDS[kind], {key: value for key, value in values.items() if key not in ("kind", "images")}
     images = values.get("images")
     if images is not None:

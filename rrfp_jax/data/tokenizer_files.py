@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from rrfp_jax.data.tokens import BYTE_TOKENIZER, TOKENIZER, FileDigest, TokenizerName, megatron_prefix, read_header
 from rrfp_jax.record_files import parse_json, read_bounded, read_record
+from rrfp_jax.storage import local_copy, located
 
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_FILES = ("generation_config.json", "config.json")
@@ -302,9 +303,9 @@ def kind_of_tokens(path: str | os.PathLike[str], tokenizer: str | None) -> Token
         if tokenizer is None or tokenizer == BYTE_TOKENIZER.name:
             return TokenKind(tokenizer=BYTE_TOKENIZER, ends=(BYTE_TOKENIZER_FILE.end_of_document,), file=None)
         return kind_of_file(tokenizer_file(tokenizer), (read_tokenizer(tokenizer, None).end_of_document,))
-    folder = Path(path).expanduser()
+    folder = located(path).expanduser()
     header, _ = read_header(folder)
-    file = None if header.tokenizer.sha256 is None else folder / TOKENIZER
+    file = None if header.tokenizer.sha256 is None else local_copy(folder / TOKENIZER)
     return TokenKind(tokenizer=header.tokenizer, ends=(header.end_of_document,), file=file)
 
 

@@ -50,9 +50,10 @@ from rrfp_jax.data.tokenizer_files import (
     size_of,
     threads_of_tokenizers,
 )
-from rrfp_jax.data.tokens import TokenSetHeader, TokenSetWriter, token_dtype
+from rrfp_jax.data.tokens import HEADER, TokenSetHeader, TokenSetWriter, token_dtype
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
+from rrfp_jax.storage import BucketPath, check_bucket, local_copy, located, move_up, working_folder
 from rrfp_jax.waiting import end_with_parent, spawning
 
 if TYPE_CHECKING:
@@ -130,9 +131,9 @@ def tokenize(
     """
     options = options or TokenizeOptions()
     num_workers = _num_workers(workers)
-    target = Path(out).expanduser()
+    target = located(out).expanduser()
     _check_target(target)
-    with work_folder(target) as folder, files_forgotten():
+    with work_folder(working_folder(target) if isinstance(target, BucketPath) else target) as folder, files_forgotten():
         surveyed, pieces, is_chat = _read_corpus(inputs, options, num_workers, progress)
         chats = None
         if is_chat:
@@ -158,7 +159,10 @@ def tokenize(
         _make_pieces(worker, pieces, num_workers, progress)
         header = _assemble(folder / "set", worker, surveyed, pieces, progress=progress)
         _check_target(target)  # which may have been made meanwhile
-        os.rename(folder / "set", target)
+        if isinstance(target, BucketPath):
+            move_up(folder / "set", target, last=(HEADER,))
+        else:
+            os.rename(folder / "set", target)
     return header
 
 
@@ -210,6 +214,11 @@ def _num_workers(workers: int | None) -> int:
 
 
 def _check_target(target: Path) -> None:
+    if isinstance(target, BucketPath):
+        check_bucket(target, "out")
+        if target.exists():
+            raise ValueError(f"{target} exists: name another --out, or remove it")
+        return
     check_folder(target.parent, "the folder of out")
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists: name another --out, or remove it")
@@ -230,7 +239,7 @@ def _read_corpus(
         others = f" and {len(paths) - 3} others" if len(paths) > 3 else ""
         return ", ".join(map(str, paths[:3])) + others
 
-    sources, left_out = find_sources(inputs, options.suffixes)
+    sources, left_out = find_sources([local_copy(located(each)) for each in inputs], options.suffixes)
     if left_out:
         _LOG.info("left out, for their suffixes or as no files: %s", some(left_out))
     add_bytes = _counter(progress, _READING, sum(os.stat(source.path).st_size for source in sources))

@@ -37,8 +37,9 @@ from numpy.typing import NDArray
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.data.dataset import BrokenData
-from rrfp_jax.record_files import TEXT_BYTES, parse_json, read_record
+from rrfp_jax.record_files import TEXT_BYTES, parse_json
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
+from rrfp_jax.storage import BucketPath, located, read_stored, temporary_folder
 
 _FORMAT = "rrfp-jax token set"
 _VERSION, _CHAT_VERSION = 1, 2  # a program that does not know which tokens count must not read those of chats
@@ -165,7 +166,9 @@ class TokenSetHeader:
 
 def megatron_prefix(path: str | os.PathLike[str]) -> Path | None:
     """Returns the path without ``.bin`` or ``.idx`` where it names the two token files of Megatron-LM; else None."""
-    given = Path(path).expanduser()
+    given = located(path).expanduser()
+    if isinstance(given, BucketPath):
+        return None
     if given.suffix in (".bin", ".idx") and not given.is_dir():
         return given.with_suffix("")
     return given if Path(f"{given}.idx").is_file() and not given.is_dir() else None
@@ -176,11 +179,12 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
 
     Raises ValueError, in one sentence with the file and the remedy, if there is none or it cannot be understood.
     """
+    folder = located(folder)
     path = folder / HEADER
     if not folder.is_dir():
         raise ValueError(f"token set {folder} does not exist: write it with rrfp tokenize, or name another folder")
     try:
-        data, _ = read_record(path, TEXT_BYTES)
+        data, _ = read_stored(path, TEXT_BYTES)
     except FileNotFoundError:
         raise ValueError(
             f"{folder} is no token set, for it has no {HEADER}: name a folder that rrfp tokenize has written"
@@ -221,7 +225,7 @@ class TokenSet(AbstractContextManager["TokenSet"]):
     remedy = "write the token set anew with rrfp tokenize"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).expanduser()
+        self.path = located(path).expanduser()
         self._tokenizer_file = self.path / TOKENIZER
         self.header, digest = read_header(self.path)
         self.num_tokens, self.num_documents = self.header.num_tokens, self.header.num_documents
@@ -357,18 +361,28 @@ class TokenSet(AbstractContextManager["TokenSet"]):
 
 
 class SizedFile:
-    """A file of known size, read at any place by any thread. ``path`` is where it lies."""
+    """A file of known size, read at any place by any thread. ``path`` is where it lies.
+
+    Of one in an object store, blocks are copied to a file of this object, each when it is first read.
+    """
+
+    _remote: BucketPath | None = None
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if isinstance(path, BucketPath):
+                self._remote, found = path, path.stat().st_size
+                self._descriptor = os.open(temporary_folder(self) / path.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            else:
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                found = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise ValueError(f"cannot read {path} ({error.strerror}): {_ANEW}") from None
         self.close = weakref.finalize(self, os.close, self._descriptor)
-        found = os.fstat(self._descriptor).st_size
         if found != num_bytes:
             raise ValueError(f"{path} is damaged ({found} bytes where its header says {num_bytes}): {_ANEW}")
+        self._num_bytes, self._blocks = num_bytes, set[int]()
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills ``target``, a view of bytes."""
@@ -376,12 +390,26 @@ class SizedFile:
             raise ValueError(f"{self.path} was closed: open the token set anew")
         while target:
             try:
+                if self._remote is not None:
+                    self._copy_blocks(self._remote, offset, offset + len(target))
                 num_read = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
                 raise BrokenData(f"cannot read {self.path} ({error.strerror}): mend its file system") from error
             if num_read == 0:
                 raise BrokenData(f"{self.path} has become shorter while it was read: {_ANEW}")
             target, offset = target[num_read:], offset + num_read
+
+    def _copy_blocks(self, path: BucketPath, start: int, stop: int) -> None:
+        for block in range(start // _BLOCK_BYTES, -(-min(stop, self._num_bytes) // _BLOCK_BYTES)):
+            if block in self._blocks:
+                continue
+            # Two threads may both copy a block, which does no harm; none waits for another one's request.
+            first = block * _BLOCK_BYTES
+            data = path.read_range(first, min(first + _BLOCK_BYTES, self._num_bytes))
+            while data:
+                num_written = os.pwrite(self._descriptor, data, first)
+                data, first = data[num_written:], first + num_written
+            self._blocks.add(block)
 
 
 def _digest(path: Path) -> FileDigest:

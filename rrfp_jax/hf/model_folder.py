@@ -47,7 +47,8 @@ from rrfp_jax.models.vision_config import (
     encoder_values,
 )
 from rrfp_jax.observe.output_files import check_folder
-from rrfp_jax.record_files import TEXT_BYTES, read_record, read_yaml
+from rrfp_jax.record_files import TEXT_BYTES, read_yaml
+from rrfp_jax.storage import BucketPath, check_bucket, local_copy, located, move_up, read_stored, temporary_folder
 
 MODEL, CHECKPOINTS, CARRIED = "model.yaml", "checkpoints", "hugging-face"
 CONFIG = "config.json"
@@ -236,7 +237,7 @@ class ModelFolder:
         folder, seen = self, {self.path.resolve()}
         while not folder.is_import:
             if files_are_kept(folder.path):
-                return folder.path / KEPT
+                return local_copy(folder.path / KEPT)
             began = (folder.config.get("run") or {}).get("init_from")
             if began is None:
                 return None
@@ -244,7 +245,7 @@ class ModelFolder:
             if folder.path.resolve() in seen:
                 raise ValueError(f"{folder.path} began with itself, by its init_from: give the import in its place")
             seen.add(folder.path.resolve())
-        return folder.path / CARRIED
+        return local_copy(folder.path / CARRIED)
 
     def tokens(self) -> TokenKind | None:
         """Returns the kind of tokens that the model knows; None if no file tells.
@@ -279,11 +280,12 @@ def open_model(path: Path, what: str) -> ModelFolder:
 
     ``what`` names it in the sentence of the ValueError that is raised if it is neither.
     """
+    path = located(path)
     file = next((path / name for name in (MODEL, RUN) if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{what} {path} has neither {MODEL} nor {RUN}: give the folder of an import, or of a run")
     try:
-        config = read_yaml(read_record(file, TEXT_BYTES)[0].decode())
+        config = read_yaml(read_stored(file, TEXT_BYTES)[0].decode())
     except (OSError, ValueError, yaml.YAMLError) as error:  # no UTF-8, and dates that do not exist, are ValueErrors
         reason = getattr(error, "strerror", None) or "no YAML"
         raise ValueError(f"{what} {file} cannot be read ({reason}): import or train again") from None
@@ -297,7 +299,10 @@ def open_model(path: Path, what: str) -> ModelFolder:
 
 def check_new(path: Path, what: str) -> None:
     """Raises ValueError unless the folder can be made: it is not there yet, or is empty."""
-    check_folder(path, what)
+    if isinstance(path, BucketPath):
+        check_bucket(path, what)
+    else:
+        check_folder(path, what)
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{what} {path} is not empty: name a new folder, or remove this one")
 
@@ -320,9 +325,18 @@ def copy_file(source: Path, target: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Makes a folder beside ``path`` that becomes ``path`` when the block succeeds, and is removed when it raises.
 
-    A killed process leaves a folder behind whose name begins with a dot and ends in ``.part``.
+    A killed process leaves a folder behind whose name begins with a dot and ends in ``.part``. What goes to an object
+    store is made on a disk, and copied up with the files last by which others know that it is whole.
     """
     path = path.absolute()
+    if isinstance(path, BucketPath):
+        temporary = temporary_folder()
+        try:
+            yield temporary
+            move_up(temporary, path, last=(f"{CHECKPOINTS}/step_00000000/commit.json", CONFIG, MODEL))
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     temporary.mkdir()

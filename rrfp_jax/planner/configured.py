@@ -7,7 +7,6 @@ a run goes on it keeps the cut that it has, as its directory tells.
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -32,8 +31,9 @@ from rrfp_jax.planner.layer_kinds import MicrobatchRows
 from rrfp_jax.planner.order_search import copies_of
 from rrfp_jax.planner.records import Plan, PlanChoice, PlanShape, Ranked
 from rrfp_jax.planner.search import forecast
-from rrfp_jax.record_files import read_record, read_yaml
+from rrfp_jax.record_files import read_yaml
 from rrfp_jax.simulation import simulate
+from rrfp_jax.storage import located, read_stored
 from rrfp_jax.training.run_directory import CONFIG
 
 _CHOICES = (
@@ -283,7 +283,7 @@ def _kept(config: TrainConfig) -> ChunkLayout | None:
         return None
     asked: dict[str, Any] = config.as_dict()["pipeline"]
     try:
-        saved = read_yaml(read_record(Path(config.run.run_dir) / CONFIG)[0].decode())["pipeline"]
+        saved = read_yaml(read_stored(located(config.run.run_dir) / CONFIG)[0].decode())["pipeline"]
         layout = ChunkLayout.parse(saved["layout"])
         is_same = all(saved[name] == asked[name] for name in _SAME)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, AttributeError, TypeError, ValueError):

@@ -36,6 +36,7 @@ from rrfp_jax.layout import with_axes_in_order
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.planner.plan_request import parse_counts, parse_words
 from rrfp_jax.runtime.cluster import membership_from
+from rrfp_jax.storage import located
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,7 +125,8 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
         raise ValueError(f"a timeline is of one way to run the stages: leave --{flag} out")
     from rrfp_jax.training.run_directory import CONFIG
 
-    return load_train_config(str(Path(arguments.timeline) / CONFIG), {}, trust=arguments.trust)
+    folder = os.fspath(located(arguments.timeline))  # refused in an object store
+    return load_train_config(str(Path(folder) / CONFIG), {}, trust=arguments.trust)
 
 
 def _settings(arguments: argparse.Namespace, config: TrainConfig) -> list[StageSetting]:

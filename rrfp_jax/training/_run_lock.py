@@ -14,6 +14,11 @@ The lock is a file, so that it works on network file systems too.
 Why two takers never both succeed: only one of them has the claim at a time. A claim goes away when it is withdrawn or
 becomes the lock; in the second case the lock is another one, which whoever makes the claim later sees. A claim whose
 maker died is taken over as a lock is.
+
+An object store has neither links nor renames (:class:`BucketLock`). There the lock is the highest of the objects
+``run.lock/00000001``, ``run.lock/00000002`` and so on. A taker that finds it given back, or its holder dead, makes the
+next number, which only one of several takers can, and holds the lock if no higher one is there afterwards. Only numbers
+below the highest are removed, so numbers never come again, and a slow taker, which makes an old one, finds the higher.
 """
 
 import contextlib
@@ -24,20 +29,23 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from rrfp_jax.record_files import NO_LINKS, read_record
+from rrfp_jax.record_files import NO_LINKS
+from rrfp_jax.storage import BucketPath, read_stored
 
 LOCK = "run.lock"
 _TOUCH_S = 5.0
 """Seconds between two touches by a holder."""
 _STALE_S = 60.0
 """Age in seconds at which a lock is dead: a holder would have touched it twelve times by then."""
+_FREE = "0"
+"""Token of a lock in an object store that was given back."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -92,6 +100,9 @@ class RunLock:
         self._made = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         self._take(self._path)
+        self._start_keeper()
+
+    def _start_keeper(self) -> None:
         self._keeper = threading.Thread(target=self._keep, name="run lock", daemon=True)
         self._keeper.start()
 
@@ -169,8 +180,7 @@ class RunLock:
             # The time by the clock of the file system, which is a file server's own.
             probe = self._path.with_name(f"{LOCK}.{self._own.token}.tmp")
             try:
-                with probe.open("wb") as file:
-                    now_s = os.fstat(file.fileno()).st_mtime
+                now_s = self._time_of_writing(probe)
             finally:
                 probe.unlink(missing_ok=True)
             started_s = time.monotonic() - max(0.0, now_s - touched_s)
@@ -194,23 +204,120 @@ class RunLock:
     def _keep(self) -> None:
         while not self._released.wait(self._touch_s):
             try:
-                if self._is_own(self._path):
-                    os.utime(self._path)
-                elif not self._make(self._path):  # which helps where somebody has only removed it
+                if not self._touch():
                     _LOG.error("the lock of %s was taken over: this run saves nothing more", self._path.parent)
                     return
             except OSError as error:  # perhaps better the next time
                 _LOG.warning("the lock %s cannot be touched: %s", self._path, error)
+
+    def _time_of_writing(self, probe: Path) -> float:
+        with probe.open("wb") as file:
+            return os.fstat(file.fileno()).st_mtime
+
+    def _touch(self) -> bool:
+        """Touches the lock; returns False if it was taken over."""
+        if not self._is_own(self._path):
+            return self._make(self._path)  # which helps where somebody has only removed it
+        os.utime(self._path)
+        return True
 
     def _is_own(self, path: Path) -> bool:
         found = _read(path)
         return found is not None and found[0].token == self._own.token
 
 
+class BucketLock(RunLock):
+    """The lock of a folder in an object store."""
+
+    _number = 0
+    """The number of its object."""
+
+    def take(self) -> None:
+        """Takes the lock. Raises LockHeld if another run holds it, and OSError if the store refuses or fails."""
+        while True:
+            newest, number = self._newest(), 1
+            if newest is not None:
+                number, holder, touched_s = newest
+                if holder.token != self._own.token:  # else the answer was lost when this object made it
+                    number += 1
+                    if holder.token != _FREE:
+                        self._await_death(self._object(newest[0]), holder, touched_s)
+            try:
+                self._write(number, create=True)
+            except FileExistsError:
+                continue
+            if (highest := max(self._numbers(), default=0)) == number:
+                break
+            self._object(number).unlink(missing_ok=True)
+        if newest is not None and newest[0] < number and newest[1].token != _FREE:
+            _LOG.warning("the lock of %s, which is dead, is taken over", newest[1].describe())
+        self._number = highest
+        for lower in self._numbers():
+            if lower < highest:
+                self._object(lower).unlink(missing_ok=True)
+        self._start_keeper()
+
+    def check(self) -> None:
+        """Raises LockHeld if the lock was taken over because its holder seemed to be dead."""
+        newest = self._newest()
+        if newest is not None and newest[0] > self._number:
+            raise LockHeld(
+                f"{self._path.parent} was taken over by {newest[1].describe()} on {newest[1].since}, as this run "
+                "seemed to be dead"
+            )
+
+    def release(self) -> None:
+        """Gives the lock back. May be called at any time."""
+        if self._keeper is None or self._released.is_set():
+            return
+        self._released.set()
+        self._keeper.join(self._touch_s)
+        with contextlib.suppress(OSError):
+            if max(self._numbers(), default=0) == self._number:
+                self._own = replace(self._own, token=_FREE)
+                self._write(self._number)
+
+    def _time_of_writing(self, probe: Path) -> float:
+        probe.write_bytes(b"now")
+        return probe.stat().st_mtime
+
+    def _touch(self) -> bool:
+        if max(self._numbers(), default=0) > self._number:
+            return False
+        self._write(self._number)
+        return True
+
+    def _write(self, number: int, *, create: bool = False) -> None:
+        self._object(number).put(json.dumps(asdict(self._own)).encode(), create=create)
+
+    def _object(self, number: int) -> BucketPath:
+        path = self._path / f"{number:08d}"
+        assert isinstance(path, BucketPath)
+        return path
+
+    def _numbers(self) -> list[int]:
+        try:
+            return [int(path.name) for path in self._path.iterdir() if path.name.isdecimal()]
+        except FileNotFoundError:
+            return []
+
+    def _newest(self) -> tuple[int, _Holder, float] | None:
+        """Returns number and holder of the highest object, and when it was touched; None: there is none."""
+        while numbers := self._numbers():
+            if (found := _read(self._object(max(numbers)))) is not None:  # else a higher one has come
+                return max(numbers), *found
+        return None
+
+
+def lock_of(directory: Path) -> RunLock:
+    """Returns the lock of a directory."""
+    return BucketLock(directory) if isinstance(directory, BucketPath) else RunLock(directory)
+
+
 def _read(path: Path) -> tuple[_Holder, float] | None:
     """Returns a lock's holder, and when it was touched by the file system's clock; None: there is no lock."""
     try:
-        text, status = read_record(path)
+        text, status = read_stored(path)
     except FileNotFoundError:
         return None
     try:

@@ -53,7 +53,7 @@ def test_ranks_of_a_module_in_the_folder(folder: Path) -> None:
 
 
 def test_the_process_in_which_doctor_looks_at_jax(folder: Path) -> None:
-    told = json.loads(run(folder, *python_module("rrfp_jax.commands._doctor_probes", "jax")).splitlines()[-1])
+    told = json.loads(run(folder, *python_module("rrfp_jax.commands.doctor", "probe-jax")).splitlines()[-1])
     assert told["num_devices"] >= 1
 
 

@@ -5,10 +5,12 @@
 Commands are ``save LAYOUT STEP``, ``restore LAYOUT STEP`` and ``live LAYOUT NUMBER``: restore the newest step, if there
 is one, and save step after step until killed. ``full LAYOUT STEP`` saves while the last rank's disk is full, and again
 when it is not. In the layout ``apart`` every rank holds chunks of its own; ``together`` means that one stage spans all
-ranks, which also share out the optimizer state; ``mixed`` means two layers of each kind.
+ranks, which also share out the optimizer state; ``mixed`` means two layers of each kind. The variable ``CHECKPOINTS``
+names the directory, else it is in the folder.
 """
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.storage import located
 from tests.environment import of_child
 
 Pieces = list[tuple[ChunkLayers, ChunkState]]
@@ -194,7 +197,8 @@ def main() -> None:
         command, layout, number = commands[place : place + 3]
         owners, pieces = layout_of(layout, rank, num_ranks)
         coordinator = Folder(folder / f"gather {place} {command} {number}", rank, num_ranks)
-        checkpoints = Checkpoints(folder / "checkpoints", owners, coordinator=coordinator)
+        directory = os.environ.get("CHECKPOINTS", folder / "checkpoints")
+        checkpoints = Checkpoints(located(directory), owners, coordinator=coordinator)
         if command == "live":
             live(checkpoints, pieces)
         elif command == "full":

@@ -14,3 +14,9 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def is_served(port: int) -> bool:
+    """Whether somebody listens at a port of loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

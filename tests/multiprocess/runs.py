@@ -1,6 +1,8 @@
 """Small training runs of the real command, for the tests that end them badly and start them again."""
 
 import json
+import shutil
+import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from rrfp_jax.checkpoint._arrays import ArrayName
 from rrfp_jax.checkpoint._reader import check_files, open_step, read_arrays
 from rrfp_jax.commands.training.config import SECTIONS
+from rrfp_jax.storage import BucketPath
 
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """Variables of a run that is too short for fast programs to pay off."""
@@ -31,7 +34,7 @@ def training_config(folder: Path, **changes: Any) -> Path:
     settings = {section: dict(values) for section, values in _SETTINGS.items()}
     for name, value in changes.items():
         settings[_section_of(name)][name] = value
-    path = folder / "run.yaml"
+    path = (Path(tempfile.mkdtemp()) if isinstance(folder, BucketPath) else folder) / "run.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
 
@@ -86,6 +89,18 @@ def restored(run: Path, step: int) -> dict[ArrayName, np.ndarray]:
         for name, dtype, shape in part.arrays
     }
     return jax.tree.map(np.asarray, read_arrays(found, specs))
+
+
+def copy_run(run: Path, target: Path, *, steps: list[int]) -> None:
+    """Copy a run's directory without the checkpoints of some steps."""
+    left_out = [f"step_{step:08d}" for step in steps]
+    if isinstance(run, BucketPath) and isinstance(target, BucketPath):
+        names = [name for name in run.files() if not any(step in name for step in left_out)]
+        with tempfile.TemporaryDirectory() as folder:
+            run.download(Path(folder), names)
+            target.upload(Path(folder), names)
+    else:
+        shutil.copytree(run, target, ignore=shutil.ignore_patterns(*left_out))
 
 
 def committed(run: Path) -> list[int]:

@@ -41,11 +41,14 @@ def finished(process: subprocess.Popen[str]) -> list[str]:
     return process.communicate(timeout=60)[0].splitlines(keepends=True)
 
 
-def check_lives(folder: Path, layouts: list[str], num_ranks: int, chance: random.Random) -> None:
+def check_lives(
+    folder: Path, layouts: list[str], num_ranks: int, chance: random.Random, directory: Path | None = None
+) -> None:
+    directory = directory or folder / "checkpoints"
     for number, layout in enumerate(layouts):
         committed = live_and_die(folder, layout, number, num_ranks, chance)
         owners, pieces = layout_of("apart", 0, 1)
-        found = Checkpoints(folder / "checkpoints", owners)
+        found = Checkpoints(directory, owners)
         assert restore(found, pieces) in (committed, committed + 1)
         found.close()
 
@@ -64,3 +67,12 @@ def test_one_of_two_processes_killed_while_saving(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_many_lives(tmp_path: Path, num_ranks: int) -> None:
     check_lives(tmp_path, ["apart", "together", "mixed", "together"] * 5, num_ranks, random.Random(num_ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_many_lives_in_a_bucket(tmp_path: Path, bucket: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINTS", str(bucket))
+    layouts = ["apart", "together", "mixed"] * 5
+    check_lives(tmp_path, layouts, num_ranks, random.Random(num_ranks), bucket)

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,7 +12,15 @@ import pytest
 
 from tests.commands.running import run_command
 from tests.multiprocess.launching import Launched, eventually, launched
-from tests.multiprocess.runs import QUICK_TO_COMPILE, Outcome, committed, is_saving, outcome_of, training_config
+from tests.multiprocess.runs import (
+    QUICK_TO_COMPILE,
+    Outcome,
+    committed,
+    copy_run,
+    is_saving,
+    outcome_of,
+    training_config,
+)
 
 NUM_STEPS = 20
 EXACT: dict[str, Any] = {"deterministic": True, "checkpoint_every": 5, "steps": NUM_STEPS}
@@ -46,8 +53,8 @@ def train_alone(folder: Path, **changes: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_killed_first", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_killed_first: bool, tmp_path: Path) -> None:
-    folder = tmp_path / "interrupted"
+def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_killed_first: bool, runs_at: Path) -> None:
+    folder = runs_at / "interrupted"
     slowed = ("faulty", "slow", 1, "train")
     with train(folder, 2, "--max-restarts", 2, program=slowed, num_layers=2) as launcher:
         if is_killed_first:
@@ -64,8 +71,8 @@ def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_kill
     assert "not restarted after code 7" in launcher.text
     alike = {"num_layers": 2, "num_stages": 1, "chunks_per_stage": 2}
     assert f"going on after {last} steps" in train_alone(folder, **alike)
-    train_alone(tmp_path / "whole", **alike)
-    outcome_of(folder / "run", NUM_STEPS).assert_same(outcome_of(tmp_path / "whole" / "run", NUM_STEPS))
+    train_alone(runs_at / "whole", **alike)
+    outcome_of(folder / "run", NUM_STEPS).assert_same(outcome_of(runs_at / "whole" / "run", NUM_STEPS))
 
 
 LAYOUTS = {
@@ -77,15 +84,15 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_killed_process_changes_nothing(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_a_killed_process_changes_nothing(layout: dict[str, Any], runs_at: Path) -> None:
     """Ten runs, half of them killed while they save; twenty with both layouts."""
     chance = random.Random(str(layout))
     started_s = time.monotonic()
-    expected = uninterrupted(tmp_path / "whole", 4, **layout)
+    expected = uninterrupted(runs_at / "whole", 4, **layout)
     usual_s = time.monotonic() - started_s
     num_killed = 0
     for number in range(10):
-        folder = tmp_path / str(number)
+        folder = runs_at / str(number)
         with train(folder, 4, "--max-restarts", 1, "--grace-s", 30, **layout) as launcher:
             victim = _kill_one(launcher, folder / "run", chance, usual_s=None if number % 2 else usual_s)
             assert launcher.wait(300) == 0, launcher.text
@@ -143,16 +150,14 @@ MESHES: list[tuple[int, dict[str, int]]] = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_checkpoint_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
+def test_a_checkpoint_moves_from_mesh_to_mesh(runs_at: Path) -> None:
     """Each goes on from the middle of the run before; tests/test_pipeline_meshes.py has every pair, in one process."""
-    runs = [tmp_path / str(number) for number in range(len(MESHES))]
+    runs = [runs_at / str(number) for number in range(len(MESHES))]
     (num_processes, mesh), *others = MESHES
     alike = {"num_stages": 2, "keep_checkpoints": 10, "batch_size": 16}
     expected = uninterrupted(runs[0], num_processes, mesh=mesh, **alike)
     for before, folder, (num_processes, mesh) in zip(runs, runs[1:], others, strict=False):
-        shutil.copytree(before / "run", folder / "run")
-        for step in (15, 20):
-            shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step:08d}")
+        copy_run(before / "run", folder / "run", steps=[15, 20])
         with train(folder, num_processes, mesh=mesh, **alike) as launcher:
             assert launcher.wait(300) == 0, launcher.text
         assert "going on after 10 steps" in launcher.text
@@ -161,15 +166,13 @@ def test_a_checkpoint_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_checkpoint_goes_on_in_every_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_in_every_layout(runs_at: Path) -> None:
     """With four rows in a microbatch, which divide over four devices."""
     options = {"backward": "split", "keep_checkpoints": 10, "batch_size": 16}
-    expected = uninterrupted(tmp_path / "whole", 4, num_stages=4, **options)
+    expected = uninterrupted(runs_at / "whole", 4, num_stages=4, **options)
     for number, (name, (num_processes, layout)) in enumerate((ALIKE | OTHERS).items()):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "whole" / "run", folder / "run")
-        for step in (15, 20):
-            shutil.rmtree(folder / "run" / "checkpoints" / f"step_{step:08d}")
+        folder = runs_at / str(number)
+        copy_run(runs_at / "whole" / "run", folder / "run", steps=[15, 20])
         with train(folder, num_processes, **layout, batch_size=16) as launcher:
             assert launcher.wait(300) == 0, launcher.text
         assert "going on after 10 steps" in launcher.text

@@ -11,6 +11,7 @@ import yaml
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import Span, Timeline
+from rrfp_jax.storage import located
 from rrfp_jax.training import run_directory
 from rrfp_jax.training.run_directory import RunDirectory, RunRows, new_run_path
 
@@ -231,3 +232,54 @@ def test_the_next_rank_goes_on_with_the_rows_where_the_first_one_was_lost(tmp_pa
         known = [row["bubble_fraction"] for row in written if row["step"] < 3 and "evaluation" not in row]
         num_known = sum("evaluation" not in row for row in rows[:num_written])
         assert known == [0.5] * num_known + [None] * (3 - num_known)
+
+
+def test_a_run_in_an_object_store_has_its_files_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = located("memory://runs/mine")
+    directory = RunDirectory(place)
+    directory.check()
+    assert not place.exists()
+    directory.hold()
+    with pytest.raises(ValueError, match=r"memory://runs/mine is in use"):
+        RunDirectory("memory://runs/mine").hold()
+    directory.start({"run": {"steps": 2}})
+    with directory.tracked_metrics({}, first_step=0) as metrics:
+        metrics.write({"step": 0})
+        directory.send()
+        assert (place / "metrics.jsonl").read_text() == '{"step": 0}\n'
+        metrics.write({"step": 1})
+    failure = directory.write_failure(WaitForReport(summary="stuck", stages=()))
+    assert json.loads(failure.read_text())["summary"] == "stuck"
+    (place / "checkpoints" / "a").write_bytes(b"")
+    directory.close()
+    names = ["checkpoints", "config.yaml", "failure.json", "metrics.jsonl", "run.lock"]
+    assert [path.name for path in place.iterdir()] == names
+
+    # On another host, which has rows of some other time.
+    (directory.path / "metrics.jsonl").write_text('{"step": 7}\n')
+    (directory.path / "stale").write_text("")
+    other = RunDirectory(place)
+    other.hold()
+    assert sorted(path.name for path in other.path.iterdir()) == names[1:4]
+    assert sorted(other.leftovers()) == names[:4]
+    other.start({"run": {"steps": 3}}, from_step=1)
+    other.send()
+    assert (place / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert not (place / "failure.json").exists()
+    third = RunDirectory(place)  # takes over when the first is lost
+    (third.path / "metrics.jsonl").write_text('{"step": 7}\n')
+    (third.path / "trace.json").write_text("of another run")
+    third.send()
+    assert (place / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    third.fetch_metrics()
+    with (third.path / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 1}\n')
+    third.send()
+    assert (place / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert not (place / "trace.json").exists()
+    (third.path / "trace.json").unlink()
+    other.clear()
+    other.close()
+    assert [path.name for path in place.iterdir()] == ["run.lock"]
+    place.remove_tree()

@@ -38,6 +38,7 @@ from rrfp_jax.exit_codes import (
     TASK_FAILED,
     print_fatal_message,
 )
+from rrfp_jax.storage import STORE_FAILED
 
 _OF_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -62,6 +63,10 @@ def checking_input() -> Iterator[None]:
     except ValueError as error:
         raise BadInput(str(error)) from error
     except OSError as error:
+        if STORE_FAILED in str(error):
+            raise BadInput(
+                f"{error.filename}: {error.strerror}: mend the network or your credentials, and try again"
+            ) from error
         if error.filename is None or error.errno not in _OF_PATHS:
             raise
         raise BadInput(f"{_path(error)}: {error.strerror}: name another path, or mend its rights") from error

@@ -33,6 +33,7 @@ from rrfp_jax.hf.model_folder import CARRIED, ModelFolder
 from rrfp_jax.hf.tensor_files import read_json
 from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.vision_config import ProjectorConfig, VisionLanguageConfig, check_image_index
+from rrfp_jax.storage import local_copy
 
 _MOST_PIXELS = 64 * 2**20
 _OF_ROWS = ("tokens", "jsonl", "parquet")
@@ -258,7 +259,8 @@ def prompt_of_import(text: str, images: Sequence[Path], folder: ModelFolder, voc
     """
     vision, projector = folder.sections.vision, folder.sections.projector or ProjectorConfig()
     assert vision is not None
-    settings, tokens = read_image_settings(folder.path / CARRIED, vision), read_image_tokens(folder.path / CARRIED)
+    files = local_copy(folder.path / CARRIED)
+    settings, tokens = read_image_settings(files, vision), read_image_tokens(files)
     per_image = (vision.num_patches or 0) // projector.patches_per_feature
     feature = vocabulary.word_of(tokens.feature)
     pieces = _pieces(text.replace(feature, MARKER), len(images))

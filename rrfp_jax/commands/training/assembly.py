@@ -35,6 +35,7 @@ from rrfp_jax.runtime.compile_cache import use_compile_cache
 from rrfp_jax.runtime.operations import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.storage import located
 from rrfp_jax.training.batches import AgreedBatches, CostOrders
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.loop import RunSaver, StepProfile, TrainingLoop, speed_of_steps
@@ -173,7 +174,7 @@ class Run:
         self.pipeline = make_pipeline(config, chunks, process, planned.ordered)
         # Ranks may be started in different folders, so the first sends its whole path. Alone, the path stays as given.
         path = str(planned.path.absolute()) if process.cluster else str(planned.path)
-        self.directory = RunDirectory(Path(process.gather("run directory", path)[0]))
+        self.directory = RunDirectory(process.gather("run directory", path)[0])
         self.config, self.dataset = config, planned.dataset
         # One program: each operation by itself would be one, and all are loaded before the first row.
         self._learning_rate = jax.jit(learning_rate_schedule(config.optimizer, config.run.steps))
@@ -232,7 +233,7 @@ class Run:
         # The lock comes before the search for a checkpoint: another run could save or clear one in between.
         self._first_does("run directory is held", lambda: self.directory.hold(to_clear=fresh))
         saver = self._saver = RunSaver(
-            self.directory.path / CHECKPOINTS,
+            self.directory.place / CHECKPOINTS,
             self.pipeline,
             every=settings.checkpoint_every,
             minutes=settings.checkpoint_minutes,
@@ -245,7 +246,7 @@ class Run:
         elif (found := None if fresh else saver.checkpoints.newest()) is not None:
             self._go_on(saver, found, force=force)
         elif settings.init_from is not None:
-            start = Path(settings.init_from).absolute() / CHECKPOINTS
+            start = located(settings.init_from).absolute() / CHECKPOINTS
             self.state = saver.start_from(start, seed=settings.seed)
             self.console.say(f"starting from the parameters of {settings.init_from}")
         else:
@@ -311,7 +312,7 @@ class Run:
         """Clear the directory, write the configuration, and give the run its own copies of the model's files."""
         path, known, kind = self.directory.path, self._known, self.dataset.token_kind
         if fresh and (old := self.directory.leftovers()):
-            self.console.say(f"starting over: removing {', '.join(old)} from {path}")
+            self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.place}")
             self.directory.clear()
         self.directory.start(self._saved, from_step=self.state.step)
         is_other = kind is not None and known.tokens is not None and not kind.is_same(known.tokens)
@@ -322,15 +323,16 @@ class Run:
                 keep_files(path, known.files, kind or known.tokens)
             except OSError as error:
                 raise ValueError(f"run_dir {path} cannot be written ({error.strerror}): name another folder") from None
-        self.console.say(f"the resolved configuration is in {path / CONFIG}")
+        self.directory.send()
+        self.console.say(f"the resolved configuration is in {self.directory.place / CONFIG}")
 
     def _first_does(self, what: str, action: Callable[[], None]) -> None:
-        """Runs ``action`` on the first rank while the others wait; all ranks raise the ValueError that it raises."""
+        """Runs ``action`` on the first rank while the others wait; its error becomes a ValueError on all ranks."""
         problem = None
         if self.is_first:
             try:
                 action()
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 problem = str(error)
         gathered = self.process.gather(what, problem)
         problem = gathered[min(gathered)]
@@ -363,6 +365,7 @@ class Run:
         if self._lock_taken is not None:
             self._lock_taken.join()
         self.directory.lock.check()
+        self.directory.send()
 
     def metrics(self) -> RunRows:
         """The run's rows: the file, and the trackers that the configuration names."""
@@ -375,7 +378,8 @@ class Run:
             step = self.state.step if first_step is None else first_step
             return self.directory.tracked_metrics(self.config.as_dict(), trackers, first_step=step)
 
-        return RunRows(self.directory.path / METRICS, lambda: self.is_first, open_metrics)
+        rows = self.directory.path / METRICS
+        return RunRows(rows, lambda: self.is_first, open_metrics, self.directory.fetch_metrics)
 
     def loop(self, metrics: RunRows) -> TrainingLoop:
         """The loop over this run's steps."""
@@ -415,7 +419,10 @@ class Run:
 
     def describe_saved(self, *, is_last: bool = False) -> str:
         """Returns a sentence on which of the steps so far are on the disk; ``is_last``: all that were trained."""
-        step = None if self._saver is None else last_committed(self._saver.checkpoints.directory)
+        try:
+            step = None if self._saver is None else last_committed(self._saver.checkpoints.directory)
+        except (OSError, ValueError) as error:
+            return f"it is not known what was saved: {error}"
         if step is None:
             return "nothing was saved: the same command starts over"
         if is_last:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp_jax.schedules.registry import is_in_file
+from rrfp_jax.storage import located
 
 _FOLDER = Path(str(files("rrfp_jax"))) / "presets"
 _TRUST = "--trust"
@@ -139,7 +140,7 @@ def whole_paths(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _whole(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     # Not os.path.abspath, which would take ".." out: behind a link, ".." leads to another folder.
-    names, absolute = _SAVED_WHOLE.get(section, ()), lambda path: str(Path(os.path.expanduser(path)).absolute())
+    names, absolute = _SAVED_WHOLE.get(section, ()), lambda path: str(located(os.path.expanduser(path)).absolute())
     whole = {name: _each_path(value, absolute) if name in names else value for name, value in values.items()}
     if section == "data" and isinstance(images := values.get("images"), Mapping):
         whole["images"] = _whole("data", images)
