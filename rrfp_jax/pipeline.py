@@ -18,7 +18,8 @@ step only checks its batch, copies it and submits it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -62,8 +63,9 @@ from rrfp_jax.programs.optimizers import (
     with_standard_promotion,
 )
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
-from rrfp_jax.programs.shapes import checked_params, model_params, pick
+from rrfp_jax.programs.shapes import checked_params, model_params, pick, spec_of
 from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.programs.update_functions import AveragedState
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.consistency import Verification, result_difference, state_difference
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, placed
@@ -140,6 +142,7 @@ class Pipeline:
         self.chunks, self.optimizer = check_chunks(chunks), of_whole_layers(with_standard_promotion(optimizer))
         self._given_optimizer = optimizer
         if updates.delay:
+            self._check_delay(updates)
             self.optimizer = delayed(self.optimizer)
         if ordering.delay != updates.delay:
             if ordering.delay:
@@ -219,6 +222,11 @@ class Pipeline:
         # The hosted model holds the compiled programs and depends on neither order nor options, so twins can share it.
         twin._model = self._model
         return twin
+
+    def _check_delay(self, updates: UpdateRules) -> None:
+        params = next(filter(jax.tree.leaves, map(trained_specs, self.chunks)), {})
+        if isinstance(jax.eval_shape(self.optimizer.init, spec_of(params)), AveragedState):
+            raise ValueError("steps that overlap (delay 1) keep no averages: leave average_decay or the delay out")
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -472,6 +480,33 @@ class Pipeline:
         self._turn += 1
         return metrics
 
+    @contextmanager
+    def averaged(self, state: PipelineState) -> Iterator[None]:
+        """Evaluates, within the block, with averages of the parameters in their place (:func:`.averaged`).
+
+        Where the optimizer keeps none, nothing changes. Waits at both ends for the steps enqueued; all processes enter
+        and leave alike, and train outside of it.
+        """
+        held = self._held(state)
+        if not self._model.keeps_averages():
+            yield
+            return
+        kept = {number: each.params for number, each in held.chunks.items()}
+        try:
+            self._replace_params(self._model.averages(held))
+            yield
+        finally:
+            try:
+                self.wait()
+            finally:
+                self._replace_params(kept)
+
+    def _replace_params(self, params: Mapping[int, Any]) -> None:
+        assert self._state is not None
+        for number, own in params.items():
+            held = self._state.chunks[number]
+            held.params, held.derived = own, None  # Its stage derives them again.
+
     def check_verifies(self) -> None:
         """Raises ValueError where :meth:`verify` cannot be called: results need not have the same bits on all units."""
         if self._only_evaluates:
@@ -673,6 +708,11 @@ class Pipeline:
         if self._preparation is None:
             if self._state is None:
                 raise RuntimeError("the pipeline holds no parameters yet: call init first")
+            if evaluation is not None and self._model.num_shares > 1 and self._model.keeps_averages():
+                raise ValueError(
+                    "each replica holds shares of the optimizer state, and so of the averages with which steps "
+                    "evaluate: give reduce collective, no shard_optimizer, or no evaluation"
+                )
             # Compiling needs shapes alone, so no leaf is copied.
             leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=())
             self._preparation = prepare_pipeline(

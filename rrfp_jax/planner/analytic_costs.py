@@ -181,7 +181,9 @@ def model_layers(
             names.append(each.kind + (f" (adapters {number + 1})" if number else " (adapters)"))
         else:
             names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
-        num_moments = config.optimizer.num_moments(is_matrix=each.kind not in _TABLES)
+        num_moments = config.optimizer.num_moments(
+            is_matrix=each.kind not in _TABLES, param_bytes=FLOAT_BYTES[each.param_dtype]
+        )
         is_in_turn = way.target.platform != "cpu" and each.kind != "embedding"
         for name, sizes in zip((names[-1], *halves_of(names[-1])), (each.sizes, *each.halves), strict=False):
             adapters = of_layer.get(name.removeprefix(names[-1]).removeprefix(":"))

@@ -375,6 +375,9 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 }
 OPTIMIZERS = {name: {**arguments, "feedback": False} for name, arguments in OPTIMIZERS.items()}
 """Arguments that each optimizer takes, with their defaults."""
+AVERAGE_DECAY = "average_decay"
+_OF_ALL = (AVERAGE_DECAY,)
+"""Arguments that all optimizers take; without a default, so that runs that lack them stay as they are."""
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     CONSTANT: {},
@@ -393,6 +396,7 @@ _RULES = {
     **dict.fromkeys(("b1", "b2", "momentum"), _DECAY),
     **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), AT_LEAST_1),
     "clipping_threshold": _THRESHOLD,
+    AVERAGE_DECAY: FieldRule("a number between 0 and 1, or leave it out", lambda value: 0 < value < 1),
 }
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("nesterov", "multiply_by_parameter_scale", "feedback"), bool),
@@ -444,7 +448,8 @@ class OptimizerConfig:
     and spares vectors (norm scales). ``consistent_rms`` of Muon is the root mean square of the entries of an update, 0
     for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
     that it leaves to Adam. ``feedback`` applies twice an
-    update less the one before, which makes up for a part of what ``pipeline.delay`` costs."""
+    update less the one before, which makes up for a part of what ``pipeline.delay`` costs. Any takes ``average_decay``,
+    such as 0.999: evaluations, exports and samples use the exponential moving average of the parameters."""
     schedule: str = COSINE
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
@@ -470,8 +475,9 @@ class OptimizerConfig:
         if self.name not in OPTIMIZERS:
             raise ValueError(f"name is {self.name!r}: give one of {', '.join(OPTIMIZERS)}")
         known = OPTIMIZERS[self.name]
-        if (odd := next((key for key in self.arguments if key not in known), None)) is not None:
-            raise ValueError(f"arguments has {odd!r}, which {self.name} does not take: it takes {', '.join(known)}")
+        if (odd := next((key for key in self.arguments if key not in (*known, *_OF_ALL)), None)) is not None:
+            taken = ", ".join((*known, *_OF_ALL))
+            raise ValueError(f"arguments has {odd!r}, which {self.name} does not take: it takes {taken}")
         given = {key: value for key, value in self.arguments.items() if value is not None}
         object.__setattr__(self, "arguments", {key: _checked(key, value) for key, value in {**known, **given}.items()})
         fill_fields(self, "schedule", "schedule", SCHEDULES)
@@ -482,14 +488,15 @@ class OptimizerConfig:
         if self.arguments.get("nesterov") and not self.arguments["momentum"]:
             raise ValueError("nesterov looks ahead along the momentum, which is 0: give momentum, or nesterov false")
 
-    def num_moments(self, *, is_matrix: bool = True) -> int:
-        """Returns how many numbers the state has for every parameter of a matrix or another array; few more are
-        neglected."""
-        fed_back = int(self.arguments["feedback"])
+    def num_moments(self, *, is_matrix: bool = True, param_bytes: int = 4) -> int:
+        """Returns how many numbers of ``param_bytes`` the state has for every parameter of a matrix or another array;
+        few more are neglected."""
+        averages = 4 // param_bytes if AVERAGE_DECAY in self.arguments else 0
+        more = averages + int(self.arguments["feedback"])
         if self.name == MUON:
-            return fed_back + (1 if is_matrix else 2)
+            return more + (1 if is_matrix else 2)
         is_kept = bool(self.arguments.get("momentum"))
-        return fed_back + {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
+        return more + {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
 
 
 def _checked(name: str, value: Any) -> Any:
