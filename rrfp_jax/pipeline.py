@@ -142,7 +142,7 @@ class Pipeline:
         self.chunks, self.optimizer = check_chunks(chunks), of_whole_layers(with_standard_promotion(optimizer))
         self._given_optimizer = optimizer
         if updates.delay:
-            self._check_delay(updates)
+            self._check_delay()
             self.optimizer = delayed(self.optimizer)
         if ordering.delay != updates.delay:
             if ordering.delay:
@@ -223,7 +223,7 @@ class Pipeline:
         twin._model = self._model
         return twin
 
-    def _check_delay(self, updates: UpdateRules) -> None:
+    def _check_delay(self) -> None:
         params = next(filter(jax.tree.leaves, map(trained_specs, self.chunks)), {})
         if isinstance(jax.eval_shape(self.optimizer.init, spec_of(params)), AveragedState):
             raise ValueError("steps that overlap (delay 1) keep no averages: leave average_decay or the delay out")
@@ -278,11 +278,18 @@ class Pipeline:
         """Returns the shapes and shardings of the arrays of :meth:`chunk_states`; nothing is computed."""
         return self._model.by_chunk(self._model.initial_state(self._graph, None))
 
-    def restore(self, states: Sequence[ChunkState], step: int, *, turn: int | None = None) -> PipelineState:
+    def norms(self, state: PipelineState) -> tuple[float, ...]:
+        """Returns the norms of the last steps by which spikes are known, for :meth:`restore`; waits for the steps
+        enqueued."""
+        return self._held(state).norms.norms
+
+    def restore(
+        self, states: Sequence[ChunkState], step: int, *, turn: int | None = None, norms: Sequence[float] = ()
+    ) -> PipelineState:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
 
         Takes the states over. Optimizer state that is still a spec starts anew. ``turn`` is the number of steps of any
-        kind that the others have done, where this process comes back to them.
+        kind that the others have done, where this process comes back to them. ``norms`` are those of :meth:`norms`.
 
         Raises ValueError, before anything is taken, for states that are not as :meth:`state_specs` says.
         """
@@ -291,6 +298,7 @@ class Pipeline:
         if not (is_whole(step) and 0 <= step < 2**32):
             raise ValueError(f"step is {with_type(step)}: give the number of steps done, from 0 to {2**32 - 1}")
         state = self._model.from_chunks(states, self._graph)
+        state.norms.go_on(norms)
         if self._preparation is None:
             self._state = state
             return self._started(int(step))
@@ -298,6 +306,7 @@ class Pipeline:
         # In place: the stages will be made of these.
         self._state.chunks.update(state.chunks)
         self._state.shared.update(state.shared)
+        self._state.norms.go_on(norms)
         self._step, self._turn = int(step), int(step) if turn is None else turn
         return PipelineState(self._step, self._hold)
 

@@ -20,6 +20,7 @@ from jax.stages import Compiled
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.plan import share_holders
 from rrfp_jax.core.replicas import Replication
+from rrfp_jax.programs.agreement import NormHistory
 from rrfp_jax.programs.batches import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, parts_of, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
@@ -83,6 +84,8 @@ class HostedState:
     """States of chunks, by number in the pipeline of all replicas."""
     shared: dict[int, Any]
     """By base number, the optimizer states that the replicas of a stage share; empty unless they do."""
+    norms: NormHistory = field(default_factory=NormHistory)
+    """The norms of the last steps' gradients, where they tell spikes."""
 
 
 @dataclass(frozen=True)

@@ -274,8 +274,8 @@ class RunConfig:
     """The number of steps from one verification to the next: all replicas run the same microbatch, and results that
     differ in any bit end the run with exit code 10. A single replica runs it twice. None: there is none."""
     max_skipped_in_row: int | None = 50
-    """The number of steps in a row that may be skipped, as loss or gradients are not finite, before the run saves and
-    ends with exit code 9. None: any number."""
+    """The number of steps in a row that may be skipped, as loss or gradients are not finite or norms are spikes, before
+    the run saves and ends with exit code 9. None: any number."""
 
     def __post_init__(self) -> None:
         check_flags(self.xla_flags)
@@ -376,7 +376,8 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 OPTIMIZERS = {name: {**arguments, "feedback": False} for name, arguments in OPTIMIZERS.items()}
 """Arguments that each optimizer takes, with their defaults."""
 AVERAGE_DECAY = "average_decay"
-_OF_ALL = (AVERAGE_DECAY,)
+_SPIKES = ("spike_deviations", "spike_window")
+_OF_ALL = (AVERAGE_DECAY, *_SPIKES)
 """Arguments that all optimizers take; without a default, so that runs that lack them stay as they are."""
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
@@ -391,7 +392,8 @@ _NORM = FieldRule("a positive number, or null for no clipping", POSITIVE.holds)
 _DECAY = FieldRule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 _THRESHOLD = FieldRule("at least 1, or 0 for no clipping", lambda value: value == 0 or 1 <= value < math.inf)
 _RULES = {
-    **dict.fromkeys(("eps", "decay_rate"), POSITIVE),
+    **dict.fromkeys(("eps", "decay_rate", "spike_deviations"), POSITIVE),
+    "spike_window": FieldRule("at least 2", lambda value: value >= 2),
     **dict.fromkeys(("weight_decay", "consistent_rms"), NOT_NEGATIVE),
     **dict.fromkeys(("b1", "b2", "momentum"), _DECAY),
     **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), AT_LEAST_1),
@@ -400,7 +402,7 @@ _RULES = {
 }
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("nesterov", "multiply_by_parameter_scale", "feedback"), bool),
-    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), int),
+    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor", "spike_window"), int),
     "adam_parameters": tuple,
 }
 """Types of the arguments that are no real numbers."""
@@ -449,7 +451,9 @@ class OptimizerConfig:
     for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
     that it leaves to Adam. ``feedback`` applies twice an
     update less the one before, which makes up for a part of what ``pipeline.delay`` costs. Any takes ``average_decay``,
-    such as 0.999: evaluations, exports and samples use the exponential moving average of the parameters."""
+    such as 0.999: evaluations, exports and samples use the exponential moving average of the parameters; and
+    ``spike_deviations``, such as 6: a step is left out whose gradient norm is more than so many standard deviations
+    above the mean of the last ``spike_window`` ones (128)."""
     schedule: str = COSINE
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
@@ -487,6 +491,13 @@ class OptimizerConfig:
         check_fields(self, AT_LEAST_1, "decay_steps")
         if self.arguments.get("nesterov") and not self.arguments["momentum"]:
             raise ValueError("nesterov looks ahead along the momentum, which is 0: give momentum, or nesterov false")
+        if [*self.spike_rule] == ["spike_window"]:
+            raise ValueError("spike_window is the number of norms that tell a spike: give spike_deviations, such as 6")
+
+    @property
+    def spike_rule(self) -> dict[str, Any]:
+        """The fields of the pipeline's rules that tell spikes of the gradient norm."""
+        return {key: self.arguments[key] for key in _SPIKES if key in self.arguments}
 
     def num_moments(self, *, is_matrix: bool = True, param_bytes: int = 4) -> int:
         """Returns how many numbers of ``param_bytes`` the state has for every parameter of a matrix or another array;

@@ -84,6 +84,7 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
         ),
         updates=UpdateRules(
             clip_norm=config.optimizer.clip_norm,
+            **config.optimizer.spike_rule,
             deterministic=config.run.deterministic,
             shard_optimizer=config.optimizer.shard,
             reduce=config.pipeline.reduce,
