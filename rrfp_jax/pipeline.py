@@ -65,7 +65,7 @@ from rrfp_jax.programs.optimizers import (
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params, pick, spec_of
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.programs.update_functions import AveragedState
+from rrfp_jax.programs.update_functions import AveragedState, OptimizerOnHost
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.consistency import Verification, result_difference, state_difference
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, placed
@@ -227,6 +227,8 @@ class Pipeline:
         params = next(filter(jax.tree.leaves, map(trained_specs, self.chunks)), {})
         if isinstance(jax.eval_shape(self.optimizer.init, spec_of(params)), AveragedState):
             raise ValueError("steps that overlap (delay 1) keep no averages: leave average_decay or the delay out")
+        if isinstance(self.optimizer, OptimizerOnHost):
+            raise ValueError("steps that overlap (delay 1) need their state on the devices: leave on_host or delay out")
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,9 @@ def toy() -> tuple[list[Chunk], Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow, id="alone"), {"data": 2, "shard_optimizer": True}]
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"data": 2, "shard_optimizer": True}],
+    ids=["alone", "sharded"],
 )
 def test_the_average_is_that_of_optax_and_evaluations_use_it(options: Any) -> None:
     chunks, expected = toy()

@@ -226,6 +226,27 @@ def averaged(optimizer: optax.GradientTransformation, decay: float) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
+class OptimizerOnHost(optax.GradientTransformation):
+    """An optimizer whose state lies in host memory, but for scalars; see :func:`on_host`."""
+
+
+def on_host(optimizer: optax.GradientTransformation) -> OptimizerOnHost:
+    """Returns the optimizer with its state in pinned host memory.
+
+    Each layer is updated by itself, so that at any time the devices hold about the state of one layer. To be found by a
+    pipeline, it must be the outermost part of its optimizer.
+    """
+    return OptimizerOnHost(optimizer.init, optimizer.update)
+
+
+def moved_state(optimizer: optax.GradientTransformation, state: Any, space: Any) -> Any:
+    """Returns the arrays of an optimizer's state, in a traced program, in another ``jax.memory.Space`` where it lies on
+    the host."""
+    if not isinstance(optimizer, OptimizerOnHost):
+        return state
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim else leaf, state)
+
+
 def update_function(
     optimizer: optax.GradientTransformation, sign_rates: Mapping[str, float]
 ) -> Callable[..., tuple[Any, Any, Any]]:
@@ -246,6 +267,7 @@ def update_function(
         return new if rate is None else old - rate * jnp.sign(sums).astype(old.dtype)
 
     def update(params: Any, state: Any, accumulators: Any, scale: jax.Array, apply: jax.Array) -> tuple[Any, Any, Any]:
+        state = moved_state(optimizer, state, jax.memory.Space.Device)
         grads = jax.tree.map(lambda a, p: (a * scale.astype(a.dtype)).astype(p.dtype), accumulators, params)
         if sign_rates:
             grads = jax.tree.map_with_path(lambda at, g: g if rate_of(at) is None else jnp.zeros_like(g), grads)
@@ -260,6 +282,7 @@ def update_function(
         )
         if isinstance(state, DelayedState):  # The next step has one update less than this, also one that is left out.
             state = state._replace(older=before)
+        state = moved_state(optimizer, state, jax.memory.Space.Host)
         return params, state, jax.tree.map(jnp.zeros_like, accumulators)
 
     return update

@@ -65,7 +65,7 @@ from rrfp_jax.programs.state import (
     state_specs,
 )
 from rrfp_jax.programs.target import Target, settings_here, tracing_for
-from rrfp_jax.programs.update_functions import AveragedState
+from rrfp_jax.programs.update_functions import AveragedState, moved_state
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
@@ -244,7 +244,7 @@ class HostedModel:
 
     def parts(self, base: int) -> tuple[StatePart, ...]:
         """Returns the parts of a chunk's parameters, one for each entry of its optimizer state."""
-        return state_parts(self.holding[base], trained_specs(self.holding[base]), self.num_shares)
+        return state_parts(self.holding[base], trained_specs(self.holding[base]), self.optimizer, self.num_shares)
 
     def living_replicas(self, base: int) -> list[int]:
         """Returns the replicas of a chunk's stage that have lost no rank."""
@@ -323,10 +323,11 @@ class HostedModel:
         given, wanted, structure = jax.tree.leaves(averages), jax.tree.leaves(like), jax.tree.structure(like)
         if all(a.dtype == w.dtype and _lies_as(a, w) for a, w in zip(given, wanted, strict=True)):
             return jax.tree.unflatten(structure, given)
+        to_devices = partial(moved_state, self.optimizer, space=jax.memory.Space.Device)
         program = shared_program(
             self._store,
             "average",
-            lambda given: [leaf.astype(spec.dtype) for leaf, spec in zip(given, wanted, strict=True)],
+            lambda given: [leaf.astype(spec.dtype) for leaf, spec in zip(to_devices(given), wanted, strict=True)],
             spec_of(given),
             in_shardings=(shardings_of(given),),
             out_shardings=shardings_of(wanted),

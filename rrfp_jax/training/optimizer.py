@@ -30,7 +30,7 @@ import optax
 from optax import contrib
 
 from rrfp_jax.field_rules import matches
-from rrfp_jax.programs.update_functions import averaged
+from rrfp_jax.programs.update_functions import averaged, on_host
 from rrfp_jax.training.run_config import (
     ADAFACTOR,
     ADAMW,
@@ -81,7 +81,8 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
         *parts,
     )
     decay = config.arguments.get(AVERAGE_DECAY)
-    return optimizer if decay is None else averaged(optimizer, decay)
+    optimizer = optimizer if decay is None else averaged(optimizer, decay)
+    return on_host(optimizer) if config.on_host else optimizer
 
 
 class FeedbackState(NamedTuple):

@@ -472,6 +472,9 @@ class OptimizerConfig:
     """The layers that never change: names, the part of names before a dot (``vision``), or globs."""
     shard: bool = False
     """Whether the replicas share the optimizer state (ZeRO-1); needs ``pipeline.replicas`` of at least 2."""
+    on_host: bool = False
+    """Whether the optimizer state lies in host memory, from where each update brings it to the devices, layer by
+    layer."""
     groups: tuple[ParameterGroup, ...] = ()
     """The parameters with another learning rate or weight decay; of several groups that match, the first one counts."""
 
