@@ -11,6 +11,8 @@ from rrfp_jax.programs.chunk import microbatch_key as microbatch_key
 from rrfp_jax.programs.model_graph import freeze as freeze
 from rrfp_jax.programs.model_graph import mirrored as mirrored
 from rrfp_jax.programs.remat import one_layer as one_layer
+from rrfp_jax.programs.update_functions import averaged as averaged
+from rrfp_jax.programs.update_functions import on_host as on_host
 from rrfp_jax.runtime import NoProgress as NoProgress
 from rrfp_jax.runtime import PeerLost as PeerLost
 from rrfp_jax.runtime import RunFailed as RunFailed

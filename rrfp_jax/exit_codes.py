@@ -12,7 +12,7 @@ code  meaning
 6     the processes could not be brought together: missing, of another configuration, or wrong key
 7     told to stop: the state is saved, or training had not begun
 8     data could not be read: the state before it is saved
-9     too many steps in a row were left out, as they were not finite: the state is saved
+9     too many steps in a row were left out: the state is saved
 10    replicas computed different bits: nothing is saved, and another start would not help
 130   interrupted (Ctrl-C)
 ====  =========================================================================================

@@ -18,7 +18,8 @@ step only checks its batch, copies it and submits it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -62,8 +63,9 @@ from rrfp_jax.programs.optimizers import (
     with_standard_promotion,
 )
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
-from rrfp_jax.programs.shapes import checked_params, model_params, pick
+from rrfp_jax.programs.shapes import checked_params, model_params, pick, spec_of
 from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.programs.update_functions import AveragedState, OptimizerOnHost
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.consistency import Verification, result_difference, state_difference
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, placed
@@ -140,6 +142,7 @@ class Pipeline:
         self.chunks, self.optimizer = check_chunks(chunks), of_whole_layers(with_standard_promotion(optimizer))
         self._given_optimizer = optimizer
         if updates.delay:
+            self._check_delay()
             self.optimizer = delayed(self.optimizer)
         if ordering.delay != updates.delay:
             if ordering.delay:
@@ -220,6 +223,13 @@ class Pipeline:
         twin._model = self._model
         return twin
 
+    def _check_delay(self) -> None:
+        params = next(filter(jax.tree.leaves, map(trained_specs, self.chunks)), {})
+        if isinstance(jax.eval_shape(self.optimizer.init, spec_of(params)), AveragedState):
+            raise ValueError("steps that overlap (delay 1) keep no averages: leave average_decay or the delay out")
+        if isinstance(self.optimizer, OptimizerOnHost):
+            raise ValueError("steps that overlap (delay 1) need their state on the devices: leave on_host or delay out")
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def init(self, key: jax.Array) -> PipelineState:
@@ -270,11 +280,18 @@ class Pipeline:
         """Returns the shapes and shardings of the arrays of :meth:`chunk_states`; nothing is computed."""
         return self._model.by_chunk(self._model.initial_state(self._graph, None))
 
-    def restore(self, states: Sequence[ChunkState], step: int, *, turn: int | None = None) -> PipelineState:
+    def norms(self, state: PipelineState) -> tuple[float, ...]:
+        """Returns the norms of the last steps by which spikes are known, for :meth:`restore`; waits for the steps
+        enqueued."""
+        return self._held(state).norms.norms
+
+    def restore(
+        self, states: Sequence[ChunkState], step: int, *, turn: int | None = None, norms: Sequence[float] = ()
+    ) -> PipelineState:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
 
         Takes the states over. Optimizer state that is still a spec starts anew. ``turn`` is the number of steps of any
-        kind that the others have done, where this process comes back to them.
+        kind that the others have done, where this process comes back to them. ``norms`` are those of :meth:`norms`.
 
         Raises ValueError, before anything is taken, for states that are not as :meth:`state_specs` says.
         """
@@ -283,6 +300,7 @@ class Pipeline:
         if not (is_whole(step) and 0 <= step < 2**32):
             raise ValueError(f"step is {with_type(step)}: give the number of steps done, from 0 to {2**32 - 1}")
         state = self._model.from_chunks(states, self._graph)
+        state.norms.go_on(norms)
         if self._preparation is None:
             self._state = state
             return self._started(int(step))
@@ -290,6 +308,7 @@ class Pipeline:
         # In place: the stages will be made of these.
         self._state.chunks.update(state.chunks)
         self._state.shared.update(state.shared)
+        self._state.norms.go_on(norms)
         self._step, self._turn = int(step), int(step) if turn is None else turn
         return PipelineState(self._step, self._hold)
 
@@ -471,6 +490,33 @@ class Pipeline:
         self._enqueued.append(metrics)
         self._turn += 1
         return metrics
+
+    @contextmanager
+    def averaged(self, state: PipelineState) -> Iterator[None]:
+        """Evaluates, within the block, with averages of the parameters in their place (:func:`.averaged`).
+
+        Where the optimizer keeps none, nothing changes. Waits at both ends for the steps enqueued; all processes enter
+        and leave alike, and train outside of it.
+        """
+        held = self._held(state)
+        if not self._model.keeps_averages():
+            yield
+            return
+        kept = {number: each.params for number, each in held.chunks.items()}
+        try:
+            self._replace_params(self._model.averages(held))
+            yield
+        finally:
+            try:
+                self.wait()
+            finally:
+                self._replace_params(kept)
+
+    def _replace_params(self, params: Mapping[int, Any]) -> None:
+        assert self._state is not None
+        for number, own in params.items():
+            held = self._state.chunks[number]
+            held.params, held.derived = own, None  # Its stage derives them again.
 
     def check_verifies(self) -> None:
         """Raises ValueError where :meth:`verify` cannot be called: results need not have the same bits on all units."""
@@ -673,6 +719,11 @@ class Pipeline:
         if self._preparation is None:
             if self._state is None:
                 raise RuntimeError("the pipeline holds no parameters yet: call init first")
+            if evaluation is not None and self._model.num_shares > 1 and self._model.keeps_averages():
+                raise ValueError(
+                    "each replica holds shares of the optimizer state, and so of the averages with which steps "
+                    "evaluate: give reduce collective, no shard_optimizer, or no evaluation"
+                )
             # Compiling needs shapes alone, so no leaf is copied.
             leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=())
             self._preparation = prepare_pipeline(

@@ -61,7 +61,7 @@ def test_bits_do_not_depend_on_the_order() -> None:
 def test_shares_are_even_and_hold_every_array_once() -> None:
     first, last = (trained_specs(chunk) for chunk in plain_model((6, 2), tied=True))
     chunk, other = plain_model((6, 2), tied=True)
-    parts = state_parts(chunk, first, 4)
+    parts = state_parts(chunk, first, optax.adamw(3e-3), 4)
     loads = [0] * 4
     arrays = []
     for part in parts:
@@ -72,7 +72,9 @@ def test_shares_are_even_and_hold_every_array_once() -> None:
     assert max(loads) <= 1.5 * min(loads)
     tied = [part for part in parts if chunk.shared.issuperset(part.layers)]
     assert tied
-    assert tied == [part for part in state_parts(other, last, 4) if other.shared.issuperset(part.layers)]
+    assert tied == [
+        part for part in state_parts(other, last, optax.adamw(3e-3), 4) if other.shared.issuperset(part.layers)
+    ]
 
 
 @pytest.mark.slow

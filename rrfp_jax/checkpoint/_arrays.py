@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.programs.chunk import shard_named, whole_name
+from rrfp_jax.programs.shardings import HOST_MEMORY
 from rrfp_jax.programs.stage_devices import shards_of
 
 ArrayName = tuple[str, ...]
@@ -126,11 +127,12 @@ def copy_to_host(arrays: Mapping[ArrayName, jax.Array], writes: Mapping[ArrayNam
 def own_copy(piece: jax.Array) -> np.ndarray:
     """Returns the elements in host memory that outlives the piece; copied once.
 
-    Elements from an accelerator are a copy already. On the CPU JAX shows its own buffer, which the next update
-    overwrites.
+    Elements from an accelerator are a copy already. On the CPU, and of arrays in host memory, JAX shows its own buffer,
+    which the next update overwrites.
     """
     elements = np.asarray(piece)
-    return elements.copy() if any(device.platform == "cpu" for device in piece.devices()) else elements
+    is_shown = any(device.platform == "cpu" for device in piece.devices()) or piece.sharding.memory_kind == HOST_MEMORY
+    return elements.copy() if is_shown else elements
 
 
 def size_batches(sized: Iterable[tuple[_Item, int]], limit_bytes: int) -> Iterator[list[_Item]]:

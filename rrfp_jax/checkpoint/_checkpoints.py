@@ -36,6 +36,7 @@ from rrfp_jax.checkpoint._reader import (
     frozen_state,
     open_step,
     read_arrays,
+    read_weights,
 )
 from rrfp_jax.checkpoint._records import (
     Commit,
@@ -420,7 +421,8 @@ class Checkpoints:
         return states
 
     def start_from(self, directory: Path, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
-        """Returns the states of chunks, as ``targets`` say, with the parameters of another directory's newest step.
+        """Returns the states of chunks, as ``targets`` say, with the parameters of another directory's newest step, or
+        their averages.
 
         Every process reads its own share only. Optimizer states come as specs for the caller to fill in, and so do
         adapters that the step lacks. Where there are adapters, saves leave out all other layers from now on. Raises
@@ -441,7 +443,7 @@ class Checkpoints:
                 specs = layers.split(target)
                 own = {name: spec for name, spec in specs.items() if name[1] == PARAMS and not is_fresh(name[0])}
                 leaves = {name: spread(spec, spec.sharding) for name, spec in specs.items() if name not in own}
-                found = read_arrays(stored, {stored_name(n): spec for n, spec in own.items()}, as_stored=False)
+                found = read_weights(stored, {stored_name(n): spec for n, spec in own.items()})
                 states.append(layers.join(leaves | {name: found[stored_name(name)] for name in own}, target))
 
         self._on_all(call, "read", read)
@@ -463,7 +465,11 @@ def _read_state(stored: StoredStep, wanted: Mapping[ArrayName, Any]) -> dict[Arr
     specs = {stored_name(name): spec for name, spec in wanted.items()}
     lacking = frozen_state(stored, specs)
     instead = {other: specs[name] for name, other in lacking.items() if other is not None}
-    arrays = read_arrays(stored, {name: spec for name, spec in specs.items() if name not in lacking} | instead)
+    # Adapters were trained beside the weights that the run started from, of which the base may have averages.
+    is_base = stored.host.get(BASE) is not None
+    base = {name: spec for name, spec in specs.items() if is_base and not name[0].startswith(ADAPTERS)}
+    own = {name: spec for name, spec in specs.items() if name not in lacking and name not in base}
+    arrays = read_arrays(stored, own | instead) | (read_weights(stored, base) if base else {})
     if lacking:
         layers = ", ".join(dict.fromkeys(name[0] for name in lacking))
         _LOG.info("%s were frozen when step %d was saved: their optimizer state starts anew", layers, stored.step)

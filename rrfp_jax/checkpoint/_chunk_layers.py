@@ -56,7 +56,7 @@ class ChunkLayers:
         self.names = tuple(specs)
         """The chunk's layers, frozen ones included, and its parts of layers."""
         optimizer = of_whole_layers(optimizer)
-        parts = state_parts(chunk, trained_specs(chunk), num_shares) if trains else ()
+        parts = state_parts(chunk, trained_specs(chunk), optimizer, num_shares) if trains else ()
         self._plans = tuple(_plan_part(optimizer, part.pick(specs)) for part in parts)
 
     def split(self, state: ChunkState) -> dict[ArrayName, Any]:

@@ -43,6 +43,8 @@ from rrfp_jax.checkpoint._records import (
 from rrfp_jax.programs.chunk import ADAPTERS, LayerShard, shard_named, whole_name
 from rrfp_jax.storage import BucketPath, located, temporary_folder
 
+AVERAGE = "parameter_average"
+"""The third text of the name of a parameter's average: the field of the optimizer's state that has it."""
 BASE = "base of adapters"
 """The key of a step's plain data that names the step with the layers that it lacks: folder, number and digest."""
 LACKS_BASE = "it holds adapters alone"
@@ -111,7 +113,8 @@ def _parts_of_base(folder: str, step: int, digest: str) -> dict[Path, PartRecord
         raise Unusable(f"{needs} is another than these were trained on: put that one back")
 
     def of_model(part: PartRecord) -> PartRecord:
-        arrays = tuple(a for a in part.arrays if a[0][1] == PARAMS and not a[0][0].startswith(ADAPTERS))
+        own = [a for a in part.arrays if a[0][1] == PARAMS or a[0][1:3] == (OPTIMIZER, AVERAGE)]
+        arrays = tuple(a for a in own if not a[0][0].startswith(ADAPTERS))
         layers = tuple(layer for layer in part.layers if not layer.startswith(ADAPTERS))
         return part.model_copy(update={"arrays": arrays, "layers": layers})
 
@@ -205,6 +208,18 @@ def read_arrays(
         else arrays[name]
         for name, spec in specs.items()
     }
+
+
+def read_weights(stored: StoredStep, specs: Mapping[ArrayName, Any]) -> dict[ArrayName, jax.Array]:
+    """Returns parameters for all uses but going on: their averages, where the step has these, else as they were.
+
+    The shapes and dtypes are those of ``specs``. Raises Unusable as :func:`read_arrays` does.
+    """
+    saved = _saved_arrays(stored)
+    averages = {name: (name[0], OPTIMIZER, AVERAGE, whole_name(name[0]), *name[2:]) for name in specs}
+    sources = {name: average if whole_array(average) in saved else name for name, average in averages.items()}
+    found = read_arrays(stored, {sources[name]: spec for name, spec in specs.items()}, as_stored=False)
+    return {name: found[source] for name, source in sources.items()}
 
 
 class _Piece(NamedTuple):
@@ -334,18 +349,20 @@ def newest_step(directory: Path) -> StoredStep:
 
 
 def read_params(stored: StoredStep) -> dict[str, Any]:
-    """Returns the parameters of a step by layer name, on JAX's first device, whatever layout saved them.
+    """Returns the parameters of a step by layer name, on JAX's first device, whatever layout saved them, or their
+    averages where it has these.
 
     Memory must hold all of them. Raises Unusable if a file is damaged.
     """
-    arrays = read_arrays(stored, stored_param_specs(stored))
+    arrays = read_weights(stored, stored_param_specs(stored))
     return nested({(name[0], *name[2:]): array for name, array in arrays.items()})
 
 
 def read_layer_params(stored: StoredStep, layer: str) -> dict[tuple[str, ...], np.ndarray]:
-    """Returns the parameters of one layer by their path inside it; raises Unusable if a file is damaged."""
+    """Returns the parameters of one layer, or their averages, by their path inside it; raises Unusable if a file is
+    damaged."""
     specs = {name: spec for name, spec in stored_param_specs(stored).items() if name[0] == layer}
-    return {name[2:]: np.asarray(array) for name, array in read_arrays(stored, specs).items()}
+    return {name[2:]: np.asarray(array) for name, array in read_weights(stored, specs).items()}
 
 
 def stored_param_specs(stored: StoredStep) -> dict[ArrayName, Any]:

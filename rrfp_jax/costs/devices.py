@@ -334,11 +334,12 @@ class Roofline:
         fixed_bytes: int,
         param_bytes: int,
         num_moments: int = 2,
+        on_host: bool = False,
         trains: bool = True,
         has_backward: bool = True,
     ) -> LayerCosts:
         """Returns the costs of a layer; ``param_bytes`` of each of its parameters, for which the optimizer has so many
-        moments. Frozen ones are neither trained nor owed."""
+        moments, maybe ``on_host``, from where each update brings them. Frozen ones are neither trained nor owed."""
         flops = sizes.tasks(trains=trains, has_backward=has_backward)
         runs = (True, has_backward, trains)
         task_ms = [
@@ -358,11 +359,15 @@ class Roofline:
                 task_ms[task] += (num_sent / rate / 1e6 + parts.sum_ms if num_sent else 0.0) * runs[task]
         # The optimizer reads and writes parameters, accumulators and moments once.
         updated = sizes.num_held * trains * 2 * ((1 + num_moments) * param_bytes + 4)
+        update_ms = self.task_ms(0.0, updated)
+        if on_host and (host_gb_per_s := self.device.host_gb_per_s) is not None:
+            moved = sizes.num_held * trains * 2 * num_moments * param_bytes
+            update_ms += moved / (host_gb_per_s * parts.links) / 1e6
         return LayerCosts(
             forward_ms=task_ms[0],
             input_gradient_ms=task_ms[1],
             weight_gradient_ms=task_ms[2],
-            update_ms=self.task_ms(0.0, updated),
+            update_ms=update_ms,
             fixed_bytes=fixed_bytes,
             gradient_bytes=sizes.num_held * 4 * trains,
             stash_bytes=sizes.stash_bytes * has_backward,

@@ -89,6 +89,8 @@ class ChunkBytes:
     """Bytes of the stash of a microbatch that an operation can bring elsewhere."""
     stays: int = 0
     """Bytes of the stash of a microbatch that stay on the device, but for inputs."""
+    on_host: int = 0
+    """Bytes of optimizer state in host memory."""
 
     @classmethod
     def from_tuple(cls, values: Sequence[int]) -> "ChunkBytes":
@@ -138,7 +140,7 @@ class StageForecast:
     step_temporaries: int = 0
     """Memory that R or U need while they run, on a stage of one chunk, where no microbatch is in flight meanwhile."""
     host_peak: int = 0
-    """Bytes that operations put into host memory."""
+    """Bytes of optimizer state and of what operations move in host memory."""
 
     @property
     def peak(self) -> int:
@@ -243,9 +245,8 @@ def forecast_stage(
         in_row=in_row,
         capacity=capacity,
         less_than_waiting=sum(max(0, chunk.inputs - chunk.per_microbatch) for chunk in chunks),
-        host_peak=0
-        if moved is None
-        else _largest([c.moves for c in chunks], moved[1], [num_microbatches] * len(chunks)),
+        host_peak=sum(chunk.on_host for chunk in chunks)
+        + (0 if moved is None else _largest([c.moves for c in chunks], moved[1], [num_microbatches] * len(chunks))),
     )
 
 

@@ -181,13 +181,17 @@ def model_layers(
             names.append(each.kind + (f" (adapters {number + 1})" if number else " (adapters)"))
         else:
             names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
-        num_moments = config.optimizer.num_moments(is_matrix=each.kind not in _TABLES)
+        num_moments = config.optimizer.num_moments(
+            is_matrix=each.kind not in _TABLES, param_bytes=FLOAT_BYTES[each.param_dtype]
+        )
         is_in_turn = way.target.platform != "cpu" and each.kind != "embedding"
         for name, sizes in zip((names[-1], *halves_of(names[-1])), (each.sizes, *each.halves), strict=False):
             adapters = of_layer.get(name.removeprefix(names[-1]).removeprefix(":"))
-            fixed = _fixed(sizes, FLOAT_BYTES[each.param_dtype], num_moments if does else None, num_shares)
+            # Moments in host memory take none of the devices'.
+            here = 0 if config.optimizer.on_host else 1
+            fixed = _fixed(sizes, FLOAT_BYTES[each.param_dtype], here * num_moments if does else None, num_shares)
             if adapters is not None:
-                fixed += _fixed(adapters, FLOAT32, config.optimizer.num_moments(), num_shares)
+                fixed += _fixed(adapters, FLOAT32, here * config.optimizer.num_moments(), num_shares)
             types[name] = LayerType(
                 sizes=sizes.in_turn(trains=does) if is_in_turn else sizes,
                 fixed_bytes=fixed + ahead * sizes.leaf_bytes,
@@ -320,6 +324,7 @@ def analytic_book(
                     fixed_bytes=each.fixed_bytes,
                     param_bytes=FLOAT_BYTES[config.model.param_dtype],
                     num_moments=each.num_moments,
+                    on_host=config.optimizer.on_host,
                     trains=each.trains,
                     has_backward=each.has_backward,
                 )
@@ -332,6 +337,7 @@ def analytic_book(
                         fixed_bytes=0,
                         param_bytes=FLOAT32,
                         num_moments=config.optimizer.num_moments(),
+                        on_host=config.optimizer.on_host,
                     )
             entries.append(CostEntry(types=costs, microbatch_size=size, tensor=tensor, remat=remat))
     return CostBook(

@@ -7,7 +7,7 @@ up the same reports reaches the same bits, whatever order they came in.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from struct import Struct
@@ -87,8 +87,8 @@ class Verdict:
     apply: bool
     """Whether the update happens; if not, parameters and optimizer state stay as they are."""
     fault: str | None = None
-    """A sentence on the fault of the step; None if it has none. Without ``skip_nonfinite`` the step is applied all the
-    same."""
+    """A sentence on the fault of the step, or its spike; None if it has none. Without ``skip_nonfinite`` a step with a
+    fault is applied all the same."""
     stop: bool = False
     """Whether a process has asked to end the run; all see it in the same verdict, and so stop after the same step."""
     save: bool = False
@@ -101,10 +101,50 @@ class Verdict:
         return {**vars(self)}
 
 
+class NormHistory:
+    """Norms of the last steps' gradients, which tell a spike, by the rule of OLMo 2 (arXiv 2501.00656; the class
+    ``SkipStepOptimizer`` of its code).
+
+    A step is left out if its norm is more than some standard deviations above the mean of a window of norms before it.
+    Those of steps left out count as well, so that a run goes on whose norms rise for good; what is no positive finite
+    number does not. Nothing is judged before the norms fill half the window. The units of a process share one history,
+    to which all of them add the same.
+    """
+
+    def __init__(self) -> None:
+        self._of_step: dict[int, float] = {}
+
+    def go_on(self, norms: Sequence[float]) -> None:
+        """Takes the :attr:`norms` of steps before those to come."""
+        self._of_step = {place - len(norms): norm for place, norm in enumerate(norms)}
+
+    def add(self, step: int, norm: float, window: int) -> None:
+        """Adds the norm of a step, once, and forgets those before a window."""
+        if 0 < norm < math.inf:
+            self._of_step.setdefault(step, norm)
+        for old in sorted(self._of_step)[:-window]:
+            self._of_step.pop(old, None)
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        """The norms in the order of their steps."""
+        return tuple(norm for _, norm in sorted(self._of_step.items()))
+
+    def limit(self, deviations: float | None, window: int) -> float:
+        """Returns the largest norm of the next step that is no spike; without ``deviations`` none is one."""
+        norms = self.norms
+        if deviations is None or len(norms) < max(2, window // 2):
+            return math.inf
+        mean = math.fsum(norms) / len(norms)
+        variance = math.fsum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1)
+        return mean + deviations * math.sqrt(variance)
+
+
 def agree(
     reports: Iterable[StageReport | Mapping[str, bytes]],
     *,
     clip_norm: float | None = None,
+    largest_norm: float = math.inf,
     skip_nonfinite: bool = True,
     stop: bool = False,
     save: bool = False,
@@ -113,7 +153,8 @@ def agree(
 
     ``clip_norm`` limits the norm of the mean gradient. With ``skip_nonfinite`` a step whose loss or gradients are not
     finite is left out, and so is one without any weight, or with a microbatch of negative weight; without it the update
-    happens regardless. ``stop`` and ``save`` are passed on to all.
+    happens regardless. A step whose norm is above ``largest_norm`` is left out as a spike. ``stop`` and ``save`` are
+    passed on to all.
     """
     check_clip_norm(clip_norm)
     plain = merged(report.as_plain() if isinstance(report, StageReport) else report for report in reports)
@@ -127,6 +168,9 @@ def agree(
     grad_norm = _divide(math.sqrt(_sum(np.abs(norms["value"]), order)), abs(weight))
     factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
     fault = _fault(losses["weight"], weight, loss, grad_norm) or _fault_of_update(norms)
+    spike = None
+    if fault is None and grad_norm > largest_norm:
+        spike = f"the gradient's norm {grad_norm:.4g} is a spike: the last steps' norms allow {largest_norm:.4g}"
     return Verdict(
         weight=weight,
         loss_sum=loss_sum,
@@ -134,8 +178,8 @@ def agree(
         grad_norm=grad_norm,
         scale=_divide(factor, weight),
         finite=fault is None,
-        apply=fault is None or not skip_nonfinite,
-        fault=fault,
+        apply=(fault is None or not skip_nonfinite) and spike is None,
+        fault=fault or spike,
         stop=stop,
         save=save,
         means=_means(plain["named_sums"], weight),

@@ -14,7 +14,7 @@ computed in the same way, and is then derived once.
 
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, part_of, pick
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
 from rrfp_jax.programs.state import Shares, zeros
+from rrfp_jax.programs.update_functions import AveragedState, OptimizerOnHost
 from rrfp_jax.programs.updates import PieceUpdates, StageUpdates, UnitUpdates
 from rrfp_jax.schedules import PipelineGraph
 
@@ -64,8 +65,10 @@ class ChunkSizes:
     accumulators_bytes: int
     """Bytes of accumulated gradients of the layers that train, once."""
     optimizer_bytes: int
-    """Bytes of the optimizer state of the layers that train, once. Where replicas hold shares of it, a loss leaves some
-    of them with a share more than is counted here."""
+    """Bytes of the optimizer state, once, but for that in host memory. Where replicas hold shares of it, a loss leaves
+    some of them with a share more than is counted here."""
+    optimizer_host_bytes: int
+    """Bytes of the optimizer state that lies in host memory."""
     derived_bytes: int
     """Bytes of the values that ``prepare`` derives from the parameters, once."""
     zeros_bytes: int
@@ -195,6 +198,7 @@ class CompiledChunk:
         self._params = spread(variants[0].shapes.params, self.shardings.params)
         trained = trained_specs(chunks[index]) if graph.trains(index) else ()
         self._sums = accumulator_spec(pick(self._params, trained))
+        self._is_on_host = isinstance(optimizer, OptimizerOnHost)
         of_passes = {index: (variants, range(len(variants)) if variant_of is None else variant_of), **passes}
         plans = [variant.plan for of_pass, _ in of_passes.values() for variant in of_pass]
         with naming_chunk(chunks, index):
@@ -277,6 +281,9 @@ class CompiledChunk:
         every part the most that a bucket needs. A later pass has none of the bytes that all passes share."""
         of_evaluation = [s for s, each in zip(self.sizes_of_variants, variants, strict=True) if each.evaluates]
         self.sizes_of_evaluation = _largest(of_evaluation) if of_evaluation else None
+        if self.sizes_of_evaluation is not None and holds:
+            sizes = self.sizes_of_evaluation
+            self.sizes_of_evaluation = replace(sizes, params_bytes=sizes.params_bytes + self._copied_by_averages())
         """The sizes for microbatches that are run forward alone; None where there are none."""
         for number, (of_kind, _) in enumerate(programs):
             suffix = f" ({number})" if number else ""
@@ -334,10 +341,13 @@ class CompiledChunk:
         state = (self.updates.state_specs, () if stage is None else stage.state_specs)
         # With a delay two steps are under way, each with its gradients and with values of its parameters.
         steps = 2 if any(isinstance(part, DelayedState) for part in self.updates.state_specs) else 1
+        moved = [leaf for leaf in jax.tree.leaves(state) if leaf.shape] if self._is_on_host else []
+        on_host_bytes = holds * num_bytes(moved)
         return ChunkSizes(
             params_bytes=holds * num_bytes(self._params),
             accumulators_bytes=holds * steps * num_bytes(self._sums),
-            optimizer_bytes=holds * num_bytes(state),
+            optimizer_bytes=holds * num_bytes(state) - on_host_bytes,
+            optimizer_host_bytes=on_host_bytes,
             derived_bytes=holds * steps * num_bytes(self._derived.specs),
             zeros_bytes=sum(each.zeros_bytes for each in self.variants),
             inputs_bytes=passing_bytes(arriving),
@@ -353,6 +363,17 @@ class CompiledChunk:
             leaves_ahead_bytes=0 if on_host else LEAVES_AHEAD * passing_bytes(variant.shapes.leaves),
             pieces_bytes=self.updates.piece_bytes.lasting if holds and isinstance(self.updates, PieceUpdates) else 0,
         )
+
+    def _copied_by_averages(self) -> int:
+        """Returns the bytes of the parameters that evaluations make of their averages: nothing where there are none, or
+        where these lie where the parameters do, in the same dtype."""
+        shared = () if self._stage is None else self._stage.state_specs
+        if not any(isinstance(state, AveragedState) for state in (*self.updates.state_specs, *shared)):
+            return 0
+        trained = pick(self._params, self._sums)
+        pairs = zip(*map(jax.tree.leaves, (trained, self._sums)), strict=True)
+        is_copied = shared or self._is_on_host or any(p.dtype != s.dtype for p, s in pairs)
+        return num_bytes(trained) if is_copied else 0
 
     def zeros(self) -> Any:
         """Returns accumulators before the first backward: zeros like the parameters that train, float32."""

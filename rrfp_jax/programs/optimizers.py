@@ -60,7 +60,7 @@ def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.Gr
 
         return call
 
-    return optax.GradientTransformation(relaxed(optimizer.init), relaxed(optimizer.update))
+    return optimizer._replace(init=relaxed(optimizer.init), update=relaxed(optimizer.update))
 
 
 def of_whole_layers(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -76,7 +76,7 @@ def of_whole_layers(optimizer: optax.GradientTransformation) -> optax.GradientTr
         )
         return parts_of(updates, gradients), state
 
-    return optax.GradientTransformation(init, update)
+    return optimizer._replace(init=init, update=update)  # of the same class, which tells where the state lies
 
 
 class DelayedState(NamedTuple):

@@ -243,6 +243,23 @@ def shared_out(partition: Any, specs: Specs, num_parts: int, axis: str = DATA) -
     return jax.tree.map(cut, partition, specs)
 
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name for memory of the host that devices copy from and to by themselves."""
+
+
+def sharding_on_host(sharding: Sharding) -> Sharding:
+    """Returns the sharding in the memory of the devices' hosts; raises ValueError where JAX has none there."""
+    devices: set[Any] = sharding.device_set
+    device = next(iter(devices))
+    # Devices that are not here may name no memories.
+    if (kinds := {memory.kind for memory in device.addressable_memories()}) and HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"an optimizer on the host needs memory of kind {HOST_MEMORY}, which JAX does not have for "
+            f"{device.device_kind}: leave on_host, or optimizer.state_on_host, out"
+        )
+    return sharding.with_memory_kind(HOST_MEMORY)
+
+
 def spread(specs: Specs, shardings: Any) -> Specs:
     """Returns the shapes with their shardings: one or none for all, or a tree of them."""
     if shardings is None or isinstance(shardings, Sharding):

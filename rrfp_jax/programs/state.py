@@ -28,6 +28,7 @@ from rrfp_jax.programs.shardings import (
     axes_of,
     param_partition,
     place,
+    sharding_on_host,
     shardings_of,
     shared_out,
     spread,
@@ -35,6 +36,7 @@ from rrfp_jax.programs.shardings import (
     unit_shardings,
 )
 from rrfp_jax.programs.stage_devices import StageDevices
+from rrfp_jax.programs.update_functions import OptimizerOnHost
 
 
 @dataclass
@@ -106,12 +108,13 @@ def _placed(expected: Specs, given: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 
 
-def layer_groups(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Returns layer names of a chunk in groups, of which programs of their own take care: its own, then each shared
-    one."""
+def layer_groups(chunk: Chunk, names: Iterable[str], *, apart: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Returns layer names of a chunk in groups, of which programs of their own take care: its own, together or each
+    ``apart``, then each shared one."""
     names = tuple(names)
     own = tuple(name for name in names if name not in chunk.shared)
-    return tuple(group for group in (own, *((name,) for name in sorted(chunk.shared) if name in names)) if group)
+    groups = [(name,) for name in sorted(own)] if apart else [own]  # mappings have their layers in any order
+    return tuple(group for group in (*groups, *((name,) for name in sorted(chunk.shared) if name in names)) if group)
 
 
 @dataclass(frozen=True)
@@ -148,13 +151,16 @@ class StatePart:
         return picked
 
 
-def state_parts(chunk: Chunk, params: Mapping[str, Specs], num_shares: int = 1) -> tuple[StatePart, ...]:
+def state_parts(
+    chunk: Chunk, params: Mapping[str, Specs], optimizer: optax.GradientTransformation, num_shares: int = 1
+) -> tuple[StatePart, ...]:
     """Returns the parts of a chunk's parameters, given those that train: each group of layers, cut into shares.
 
+    Where the optimizer's state lies in host memory, each layer is a group, for it comes to the devices part by part.
     A share has whole arrays, since an optimizer may go by their shapes. The largest array first, each goes to the share
     that has the fewest bytes. A shared layer is cut in the same way in every chunk that holds it.
     """
-    groups = layer_groups(chunk, params)
+    groups = layer_groups(chunk, params, apart=isinstance(optimizer, OptimizerOnHost))
     if num_shares == 1:
         return tuple(map(StatePart, groups))
     parts: list[StatePart] = []
@@ -222,7 +228,7 @@ def initial_state(
     params = _initial_params(chunks, index, sharding, key=numbers, impl=impl, store=store)
     options: dict[str, Any] = {"sharding": sharding, "trains": trains, "shard_optimizer": shard_optimizer}
     state = state_specs(chunks, index, optimizer, **options, shares=shares)
-    parts = _parts(chunks[index], shares)
+    parts = _parts(chunks[index], optimizer, shares)
     state.params, at_sums = params, shardings_of(state.accumulators)
     state.optimizer_state = _initial_optimizer_state(optimizer, params, parts, state.optimizer_state, store)
     state.accumulators = zeros(state.accumulators, at_sums)
@@ -249,8 +255,8 @@ def state_specs(
     )
 
 
-def _parts(chunk: Chunk, shares: Shares | None) -> tuple[StatePart, ...]:
-    return state_parts(chunk, trained_specs(chunk), 1 if shares is None else shares.number)
+def _parts(chunk: Chunk, optimizer: optax.GradientTransformation, shares: Shares | None) -> tuple[StatePart, ...]:
+    return state_parts(chunk, trained_specs(chunk), optimizer, 1 if shares is None else shares.number)
 
 
 def optimizer_specs(
@@ -273,14 +279,17 @@ def optimizer_specs(
     else:
         partition = unit_shardings(chunks, index, devices).partition
     states: list[Specs | None] = []
-    for part in _parts(chunks[index], shares):
+    for part in _parts(chunks[index], optimizer, shares):
         if shares is not None and part.share not in shares.held:
             states.append(None)
             continue
         own = part.pick(params)
         state = spec_of(jax.eval_shape(optimizer.init, own))
         cut = state_partition(state, own, part.pick(partition))
-        states.append(spread(state, place(cut if replicas is None else shared_out(cut, state, replicas), devices)))
+        at = place(cut if replicas is None else shared_out(cut, state, replicas), devices)
+        if isinstance(optimizer, OptimizerOnHost):
+            at = jax.tree.map(lambda leaf, sharding: sharding_on_host(sharding) if leaf.shape else sharding, state, at)
+        states.append(spread(state, at))
     return tuple(states)
 
 
@@ -296,7 +305,8 @@ def initial_optimizer_state(
 ) -> tuple[Any, ...]:
     """Returns the optimizer state of chunk ``index`` for these parameters, on its unit with boundary ``sharding``."""
     specs = optimizer_specs(chunks, index, optimizer, sharding, shares)
-    return _initial_optimizer_state(optimizer, params, _parts(chunks[index], shares), specs, store or ProgramStore())
+    parts = _parts(chunks[index], optimizer, shares)
+    return _initial_optimizer_state(optimizer, params, parts, specs, store or ProgramStore())
 
 
 def initial_shared_state(
@@ -316,7 +326,8 @@ def initial_shared_state(
     changing = {replica: pick(layers, trained) for replica, layers in params.items()}
     joined = devices.join(changing, pick(param_partition(chunks, index, axes_of(devices.mesh)), trained))
     specs = optimizer_specs(chunks, index, optimizer, devices)
-    return _initial_optimizer_state(optimizer, joined, _parts(chunks[index], None), specs, store or ProgramStore())
+    parts = _parts(chunks[index], optimizer, None)
+    return _initial_optimizer_state(optimizer, joined, parts, specs, store or ProgramStore())
 
 
 def _initial_optimizer_state(

@@ -31,8 +31,9 @@ called a fault. An update that overflows because of its gradients is not seen.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -42,11 +43,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk import Chunk, whole_layers
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr
 from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.pieces import GradientPiece, PieceLayout, in_rows
-from rrfp_jax.programs.shapes import Specs, holders, pick, spec_of
+from rrfp_jax.programs.shapes import Specs, accumulator_spec, holders, pick, spec_of
 from rrfp_jax.programs.shardings import DATA, WHOLE, axes_at, axes_of_spec
 from rrfp_jax.programs.splitting.ir import Apply
 
@@ -176,6 +177,76 @@ def _sum_of_living(terms: Sequence[tuple[Any, jax.Array]]) -> tuple[Any, jax.Arr
     return total, has_begun
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("inner", "count", "parameter_average"), meta_fields=("decay",)
+)
+@dataclass(frozen=True)
+class AveragedState:
+    """The state of an optimizer that :func:`averaged` returns."""
+
+    inner: Any
+    """The state of the optimizer given."""
+    count: Any
+    """The number of updates."""
+    parameter_average: Any
+    """The average of the parameters, in the dtype of accumulators; their initial values before the first update."""
+    decay: float
+    """The weight of an update's parameters over that of the next one's."""
+
+    def after(self, params: Any) -> "AveragedState":
+        """Returns the state after an update that led to ``params``, but for the optimizer's own."""
+        count = self.count + 1
+        # 1 - decay ** count without its cancellation; the weight of the first update's parameters is 1.
+        weight = (1 - self.decay) / -jnp.expm1(count.astype(jnp.float32) * math.log(self.decay))
+
+        def follow(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old + (new.astype(old.dtype) - old) * weight.astype(old.dtype)
+
+        return replace(self, count=count, parameter_average=jax.tree.map(follow, self.parameter_average, params))
+
+
+def averaged(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+    """Returns the optimizer with an exponential moving average of the parameters in its state.
+
+    After ``t`` updates the average of ``p[1]`` to ``p[t]`` is ``sum(decay ** (t - k) * p[k]) * (1 - decay) / (1 - decay
+    ** t)``, as ``optax.ema(decay)`` gives it: its weights add up to 1, so that initial values have no part in it. A
+    step that is left out does not count. To be found by a pipeline, it must be the outermost part of its optimizer.
+    """
+    if not 0 < decay < 1:
+        raise ValueError(f"decay is {decay}: give a number between 0 and 1, such as 0.999")
+
+    def init(params: Any) -> AveragedState:
+        average = jax.tree.map(lambda p, spec: jnp.array(p, spec.dtype), params, accumulator_spec(spec_of(params)))
+        return AveragedState(optimizer.init(params), jnp.zeros((), jnp.int32), average, decay)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        updates, inner = optimizer.update(gradients, state.inner, params)
+        return updates, replace(state.after(optax.apply_updates(params, updates)), inner=inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+class OptimizerOnHost(optax.GradientTransformation):
+    """An optimizer whose state lies in host memory, but for scalars; see :func:`on_host`."""
+
+
+def on_host(optimizer: optax.GradientTransformation) -> OptimizerOnHost:
+    """Returns the optimizer with its state in pinned host memory.
+
+    Each layer is updated by itself, so that at any time the devices hold about the state of one layer. To be found by a
+    pipeline, it must be the outermost part of its optimizer.
+    """
+    return OptimizerOnHost(optimizer.init, optimizer.update)
+
+
+def moved_state(optimizer: optax.GradientTransformation, state: Any, space: Any) -> Any:
+    """Returns the arrays of an optimizer's state, in a traced program, in another ``jax.memory.Space`` where it lies on
+    the host."""
+    if not isinstance(optimizer, OptimizerOnHost):
+        return state
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if leaf.ndim else leaf, state)
+
+
 def update_function(
     optimizer: optax.GradientTransformation, sign_rates: Mapping[str, float]
 ) -> Callable[..., tuple[Any, Any, Any]]:
@@ -196,6 +267,7 @@ def update_function(
         return new if rate is None else old - rate * jnp.sign(sums).astype(old.dtype)
 
     def update(params: Any, state: Any, accumulators: Any, scale: jax.Array, apply: jax.Array) -> tuple[Any, Any, Any]:
+        state = moved_state(optimizer, state, jax.memory.Space.Device)
         grads = jax.tree.map(lambda a, p: (a * scale.astype(a.dtype)).astype(p.dtype), accumulators, params)
         if sign_rates:
             grads = jax.tree.map_with_path(lambda at, g: g if rate_of(at) is None else jnp.zeros_like(g), grads)
@@ -203,11 +275,14 @@ def update_function(
         new_params, before = optax.apply_updates(params, updates), params
         if sign_rates:
             new_params = jax.tree.map_with_path(by_sign, new_params, params, accumulators)
+            if isinstance(new_state, AveragedState):  # It has averaged what the optimizer alone would have made.
+                new_state = replace(state.after(whole_layers(new_params)), inner=new_state.inner)
         params, state = jax.tree.map(
             lambda new, old: jax.lax.select(apply, new, old), (new_params, new_state), (params, state)
         )
         if isinstance(state, DelayedState):  # The next step has one update less than this, also one that is left out.
             state = state._replace(older=before)
+        state = moved_state(optimizer, state, jax.memory.Space.Host)
         return params, state, jax.tree.map(jnp.zeros_like, accumulators)
 
     return update

@@ -86,7 +86,7 @@ class _Updates:
         """Whether the chunk has parameters that change: if not, R and U hand back what they get."""
         does_update = self.trains and updates_here
         num_shares = 1 if shares is None else shares.number
-        parts = state_parts(chunks[index], self._params, num_shares) if self.trains else ()
+        parts = state_parts(chunks[index], self._params, optimizer, num_shares) if self.trains else ()
         self.parts = parts if does_update else ()
         """The parts of the parameters that U changes here, one for each entry of the optimizer state."""
         every = shares and Shares(num_shares, range(num_shares))

@@ -20,11 +20,12 @@ from jax.stages import Compiled
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.plan import share_holders
 from rrfp_jax.core.replicas import Replication
+from rrfp_jax.programs.agreement import NormHistory
 from rrfp_jax.programs.batches import Buckets, absent_chunks
-from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
+from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, parts_of, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk, Variant
-from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit, times_kernels
+from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit, shared_program, times_kernels
 from rrfp_jax.programs.pieces import PieceLayout, tied_names
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.sameness import ProgramStore
@@ -38,7 +39,16 @@ from rrfp_jax.programs.shapes import (
     pick,
     spec_of,
 )
-from rrfp_jax.programs.shardings import all_passing, axes_of, mesh_of, unit_shardings
+from rrfp_jax.programs.shardings import (
+    all_passing,
+    axes_of,
+    mesh_of,
+    param_partition,
+    place,
+    shardings_of,
+    spread,
+    unit_shardings,
+)
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
     ChunkState,
@@ -49,11 +59,13 @@ from rrfp_jax.programs.state import (
     initial_shared_state,
     initial_state,
     optimizer_specs,
+    overlaid,
     share_of,
     state_parts,
     state_specs,
 )
 from rrfp_jax.programs.target import Target, settings_here, tracing_for
+from rrfp_jax.programs.update_functions import AveragedState, moved_state
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
@@ -72,6 +84,8 @@ class HostedState:
     """States of chunks, by number in the pipeline of all replicas."""
     shared: dict[int, Any]
     """By base number, the optimizer states that the replicas of a stage share; empty unless they do."""
+    norms: NormHistory = field(default_factory=NormHistory)
+    """The norms of the last steps' gradients, where they tell spikes."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +244,7 @@ class HostedModel:
 
     def parts(self, base: int) -> tuple[StatePart, ...]:
         """Returns the parts of a chunk's parameters, one for each entry of its optimizer state."""
-        return state_parts(self.holding[base], trained_specs(self.holding[base]), self.num_shares)
+        return state_parts(self.holding[base], trained_specs(self.holding[base]), self.optimizer, self.num_shares)
 
     def living_replicas(self, base: int) -> list[int]:
         """Returns the replicas of a chunk's stage that have lost no rank."""
@@ -272,6 +286,53 @@ class HostedModel:
                 fresh = partial(initial_optimizer_state, *model, sharding, unit.params, **options)
                 unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
         return state
+
+    def keeps_averages(self) -> bool:
+        """Returns whether the optimizer keeps averages of the parameters."""
+        trained = next(filter(jax.tree.leaves, map(trained_specs, self.holding)), {})
+        return isinstance(jax.eval_shape(self.optimizer.init, spec_of(trained)), AveragedState)
+
+    def averages(self, held: HostedState) -> dict[int, Params]:
+        """Returns the parameters of hosted chunks with averages in the place of those that train, by number.
+
+        Averages that lie where the parameters do, in the same dtype, are not copied. All processes of a stage call it
+        alike.
+        """
+        found: dict[int, Params] = {}
+        # In one order everywhere, since replicas that share the averages make copies of them together.
+        for base in sorted({self.copies.base(number) for number in held.chunks}):
+            devices, trained = self._grid(base), trained_specs(self.holding[base])
+            units, specs = self.numbers(base), spec_of(trained)
+            if base in held.shared:
+                partition = pick(param_partition(self.holding, base, axes_of(devices.mesh)), trained)
+                whole = self._as_params(held.shared[base], spread(specs, place(partition, devices.sharding())))
+                averages = devices.per_replica(whole)
+            else:
+                averages = {
+                    replica: self._as_params(held.chunks[n].optimizer_state, pick(held.chunks[n].params, trained))
+                    for replica, n in units.items()
+                }
+            found |= {n: held.chunks[n].params | averages[replica] for replica, n in units.items()}
+        return found
+
+    def _as_params(self, states: Sequence[AveragedState], like: Any) -> Params:
+        """Returns the averages in some optimizer states in the dtypes and places of arrays or specs, or nothing."""
+        if not states:
+            return {}
+        averages = parts_of(overlaid({}, [state.parameter_average for state in states]), like)
+        given, wanted, structure = jax.tree.leaves(averages), jax.tree.leaves(like), jax.tree.structure(like)
+        if all(a.dtype == w.dtype and _lies_as(a, w) for a, w in zip(given, wanted, strict=True)):
+            return jax.tree.unflatten(structure, given)
+        to_devices = partial(moved_state, self.optimizer, space=jax.memory.Space.Device)
+        program = shared_program(
+            self._store,
+            "average",
+            lambda given: [leaf.astype(spec.dtype) for leaf, spec in zip(to_devices(given), wanted, strict=True)],
+            spec_of(given),
+            in_shardings=(shardings_of(given),),
+            out_shardings=shardings_of(wanted),
+        )
+        return jax.tree.unflatten(structure, program(given))
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -545,9 +606,13 @@ def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> 
     return tuple(derive_shapes(chunks, graph, *each) for each in zip(buckets.specs, absent, strict=True))
 
 
+def _lies_as(array: jax.Array, spec: Any) -> bool:
+    return array.sharding.is_equivalent_to(spec.sharding, array.ndim)
+
+
 def _lying_as(array: Any, spec: jax.ShapeDtypeStruct) -> Any:
     """Returns the array, moved to the devices that the spec names."""
-    if not isinstance(array, jax.Array) or array.sharding.is_equivalent_to(spec.sharding, array.ndim):
+    if not isinstance(array, jax.Array) or _lies_as(array, spec):
         return array
     return jax.device_put(array, spec.sharding)
 

@@ -22,6 +22,11 @@ class UpdateRules:
     skip_nonfinite: bool = True
     """Leave out, on all stages, a step whose loss or gradients are not finite, whose update cannot be finite because of
     the learning rate (:mod:`rrfp_jax.programs.update_functions`), or which has no weight at all, or a negative one."""
+    spike_deviations: float | None = None
+    """Leave out, on all stages, a step whose gradient norm is more than so many standard deviations above the mean of
+    the norms before it (:class:`rrfp_jax.programs.agreement.NormHistory`); None: none for that."""
+    spike_window: int = 128
+    """Number of norms that tell a spike."""
     deterministic: bool = False
     """Give the same bits in any order of tasks, at the price of accumulating in microbatch order. Refused if the
     machine's own sums are not reproducible."""
@@ -45,6 +50,12 @@ class UpdateRules:
                 f"steps that overlap (delay {self.delay}) share no optimizer state and do not add up by messages: "
                 "leave out shard_optimizer, and reduce messages"
             )
+        if not (self.spike_deviations is None or 0 < self.spike_deviations < math.inf):
+            raise ValueError(f"spike_deviations is {self.spike_deviations}: give a positive number, such as 6, or None")
+        if self.delay and self.spike_deviations is not None:
+            raise ValueError("steps that overlap (delay 1) are not judged: leave spike_deviations or the delay out")
+        if self.spike_window < 2:
+            raise ValueError(f"spike_window is {self.spike_window}: give 2 or more norms")
         if self.reduce not in tuple(ReduceWay):
             raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
 
@@ -66,7 +77,7 @@ class UpdateRules:
     @property
     def needs_norm(self) -> bool:
         """Whether every stage must report before any may update."""
-        return self.clip_norm is not None or self.skip_nonfinite
+        return self.clip_norm is not None or self.skip_nonfinite or self.spike_deviations is not None
 
     def step_rules(self, num_replicas: int) -> StepRules:
         """Returns the consequences of these rules for the order of tasks."""

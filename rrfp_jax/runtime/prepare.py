@@ -421,6 +421,7 @@ def _stage_maker(
             placement=order.placement,
             copies=copies,
             update_rules=model.updates,
+            norms=state.norms,
             step_rules=step_rules,
             stop_requests=process.stop_requests,
             replicas=replicas.get(layout.stage_of(unit)),

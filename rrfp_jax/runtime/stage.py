@@ -22,7 +22,7 @@ import jax
 from rrfp_jax.core import Message, MessageKind, StepRules
 from rrfp_jax.core.plan import report_tree
 from rrfp_jax.core.replicas import Replication
-from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
+from rrfp_jax.programs.agreement import NormHistory, StageReport, Verdict, agree, merged
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
@@ -115,6 +115,7 @@ class ProgramStage:
         graph, placement: those of all replicas.
         copies: tells how the numbers of chunks belong to replicas.
         update_rules: the treatment of gradients.
+        norms: the norms of the last steps' gradients; None: there are none yet.
         step_rules: the rules of a step that trains.
         stop_requests: requests of single processes, which the verdict tells to all.
         replicas: runs R and U for all replicas of the stage together; None: there is only one.
@@ -133,6 +134,7 @@ class ProgramStage:
         placement: Placement,
         copies: Replication,
         update_rules: UpdateRules,
+        norms: NormHistory | None = None,
         step_rules: StepRules,
         stop_requests: StopRequests,
         replicas: StageReplicas | None,
@@ -142,6 +144,7 @@ class ProgramStage:
     ) -> None:
         self._graph, self._placement, self._copies = graph, placement, copies
         self._update_rules, self._stop_requests, self._in_transit = update_rules, stop_requests, in_transit
+        self._norms = NormHistory() if norms is None else norms
         self._stage, self._programs = stage, dict(programs)
         self.states = {chunk: states[graph.holder(chunk)] for chunk in programs}
         """The states by chunk; passes have one and the same."""
@@ -336,17 +339,26 @@ class ProgramStage:
             state.verdict = agree(
                 [self._report(step)],
                 clip_norm=rules.clip_norm,
+                largest_norm=self._norms.limit(rules.spike_deviations, rules.spike_window),
                 skip_nonfinite=rules.skip_nonfinite,
                 stop=stop,
                 save=save,
             )
             if state.batch.verifies:
                 state.verdict = replace(state.verdict, apply=False)
+            self._note_norm(step)
         elif state.verdict is None:
             assert state.above is not None
             message = Message(MessageKind.VERDICT, state.above, self._stage)
             state.verdict = Verdict(**self._mailbox.read(step, message))
+            self._note_norm(step)
         return state.verdict
+
+    def _note_norm(self, step: int) -> None:
+        """Remembers the norm of a step whose verdict is known; any unit may have to judge after the first is lost."""
+        state, rules = self._steps[step], self._update_rules
+        if rules.spike_deviations is not None and state.verdict is not None and not state.batch.verifies:
+            self._norms.add(step, state.verdict.grad_norm, rules.spike_window)
 
     # -- while the pipeline is frozen (:mod:`rrfp_jax.runtime.recovery`) -----------------------------------------------
 
@@ -364,6 +376,7 @@ class ProgramStage:
         if state is None:  # It has ended here.
             return
         state.verdict = verdict
+        self._note_norm(step)
         for chunk in self._programs:
             if state.graph.updates(chunk) and chunk not in state.updated:
                 jax.block_until_ready(self._update(step, chunk, -1).awaited)

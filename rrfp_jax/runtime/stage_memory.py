@@ -82,6 +82,7 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         step_temporaries=max(step_temporaries, default=0),
         moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
         stays=sizes.kept_others_bytes,
+        on_host=sizes.optimizer_host_bytes,
     )
 
 
@@ -129,7 +130,8 @@ class MemoryMeter:
     def __init__(self, programs: Mapping[int, CompiledChunk], device: Any, remaking: Iterable[TaskKind] = ()) -> None:
         self._device, self._remaking = device, tuple(remaking)
         self._lock = threading.Lock()
-        self._on_host = self._host_peak = self._temporaries = 0
+        self._on_host = self._host_peak = sum(each.sizes.optimizer_host_bytes for each in programs.values())
+        self._temporaries = 0
         # Pieces are counted as they come.
         fixed = (chunk_bytes(each.sizes).fixed - each.sizes.pieces_bytes for each in programs.values())
         self._held = self._peak = sum(fixed)

@@ -35,6 +35,7 @@ from rrfp_jax.programs.agreement import Verdict
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.pieces import GradientPiece
 from rrfp_jax.programs.shapes import num_bytes, pick
+from rrfp_jax.programs.shardings import HOST_MEMORY
 from rrfp_jax.programs.state import ChunkState, share_of
 from rrfp_jax.programs.updates import PieceUpdates, StageUpdates
 from rrfp_jax.runtime.mailbox import Mailbox
@@ -103,7 +104,7 @@ class PieceExchange:
         self._lock = threading.Lock()
         self._steps: dict[int, dict[int, _Exchange]] = {}
         for chunk in self._updates:  # After a loss more of the optimizer state may lie here than the programs say.
-            more = num_bytes(states[chunk].optimizer_state) - programs[chunk].sizes.optimizer_bytes
+            more = num_bytes(_on_devices(states[chunk].optimizer_state)) - programs[chunk].sizes.optimizer_bytes
             meter.count(0, max(0, more), 0)
 
     def begin(self, step: int, graph: PipelineGraph) -> None:
@@ -270,7 +271,7 @@ class PieceExchange:
             params, states = jax.tree.map(received, self._share(chunk, share, has_state=has_state))
             held.params, held.derived = updates.with_share(held.params, share, params), None
             if has_state:
-                self._meter.count(0, num_bytes(states), 0)
+                self._meter.count(0, num_bytes(_on_devices(states)), 0)
                 entries, come = zip(updates.parts, held.optimizer_state, strict=True), iter(states)
                 held.optimizer_state = tuple(next(come) if part.share == share else state for part, state in entries)
 
@@ -279,7 +280,8 @@ class PieceExchange:
         for chunk, updates in self._updates.items():
             held = self._states[chunk]
             entries = tuple(zip(updates.parts, held.optimizer_state, strict=True))
-            self._meter.count(0, -num_bytes([state for part, state in entries if part.share == share]), 0)
+            freed = _on_devices([state for part, state in entries if part.share == share])
+            self._meter.count(0, -num_bytes(freed), 0)
             held.optimizer_state = tuple(None if part.share == share else state for part, state in entries)
 
     def _own_bytes(self, exchange: _Exchange, chunk: int) -> int:
@@ -287,6 +289,11 @@ class PieceExchange:
 
     def _count(self, program: str, chunk: int, taken: int) -> None:
         self._meter.count(self._programs[chunk].sizes.temporaries.get(program, 0), taken, self._mailbox.held_bytes)
+
+
+def _on_devices(states: Any) -> list[Any]:
+    """Returns the arrays of optimizer states but for those in host memory."""
+    return [leaf for leaf in jax.tree.leaves(states) if leaf.sharding.memory_kind != HOST_MEMORY]
 
 
 def _part_for(updates: PieceUpdates, base: int, piece: GradientPiece) -> Any:

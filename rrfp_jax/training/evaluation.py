@@ -122,20 +122,22 @@ class Evaluations:
         return EvaluationShapes(buckets=buckets, batches=self._per_step)
 
     def run(self, state: PipelineState) -> list[EvaluationRow]:
-        """Evaluates all sets; returns no rows if a process has asked to end the run meanwhile.
+        """Evaluates all sets, with averages of the parameters where the optimizer keeps these; returns no rows if a
+        process has asked to end the run meanwhile.
 
         Raises BrokenData in all processes if one of them cannot read a batch.
         """
         rows = []
-        for name, dataset in self._sets.items():
-            begun_s = time.perf_counter()
-            results = self._results(state, dataset)
-            if self.stop:
-                return []
-            seconds = time.perf_counter() - begun_s
-            # A data set of the user's own need not know how many bytes a token has.
-            per_token = getattr(dataset, "bytes_per_token", None)
-            rows.append(row_of(state.step - 1, name, results, bytes_per_token=per_token, seconds=seconds))
+        with self._pipeline.averaged(state):
+            for name, dataset in self._sets.items():
+                begun_s = time.perf_counter()
+                results = self._results(state, dataset)
+                if self.stop:
+                    return []
+                seconds = time.perf_counter() - begun_s
+                # A data set of the user's own need not know how many bytes a token has.
+                per_token = getattr(dataset, "bytes_per_token", None)
+                rows.append(row_of(state.step - 1, name, results, bytes_per_token=per_token, seconds=seconds))
         self._done = state.step
         if self._config.keep_best and rows[0].loss < self._best_loss:
             self._best_step, self._best_loss = state.step, rows[0].loss

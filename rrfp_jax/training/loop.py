@@ -29,6 +29,8 @@ from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.run_directory import RunRows
 
 _log = logging.getLogger(__name__)
+_NORMS = "norms"
+"""The key of a step's plain data that has the norms by which spikes are known."""
 _AGAIN_S = 60.0
 """Seconds after a failed save until it is time for the next one."""
 _STOP_AFTER_FAILURE_S = 3.0
@@ -194,7 +196,7 @@ class RunSaver:
         targets = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
         states = self.checkpoints.restore(found, targets)
         self._last_step = found.step
-        return self._pipeline.restore(states, found.step, turn=turn)
+        return self._pipeline.restore(states, found.step, turn=turn, norms=found.host.get(_NORMS, ()))
 
     def last_saved(self) -> StoredStep:
         """Returns the newest committed step; raises ValueError if there is none."""
@@ -258,7 +260,8 @@ class RunSaver:
         if living != self.checkpoints.living:
             self.checkpoints.follow(living, self._owners(living=living))
         states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state, once=True)]
-        self.checkpoints.save(state.step, states, host, keep_also=keep_also)
+        norms = list(self._pipeline.norms(state))
+        self.checkpoints.save(state.step, states, {**host, _NORMS: norms} if norms else host, keep_also=keep_also)
         self._last_s, self._last_step = time.monotonic(), state.step
 
     def take_back(self, state: PipelineState) -> None:

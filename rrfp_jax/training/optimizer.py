@@ -30,9 +30,11 @@ import optax
 from optax import contrib
 
 from rrfp_jax.field_rules import matches
+from rrfp_jax.programs.update_functions import averaged, on_host
 from rrfp_jax.training.run_config import (
     ADAFACTOR,
     ADAMW,
+    AVERAGE_DECAY,
     CONSTANT,
     COSINE,
     LION,
@@ -71,13 +73,16 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 
     parts = [] if not config.arguments["feedback"] else [fed_back()]
     # decay behind the direction is decoupled from its moments, and before the rate it is scaled by it
-    return optax.chain(
+    optimizer = optax.chain(
         _DIRECTIONS[config.name](config.arguments),
         optax.stateless(lambda updates, params: jax.tree.map_with_path(decayed, updates, params)),
         optax.scale_by_learning_rate(schedule),
         optax.stateless(lambda updates, params: jax.tree.map_with_path(scaled, updates)),
         *parts,
     )
+    decay = config.arguments.get(AVERAGE_DECAY)
+    optimizer = optimizer if decay is None else averaged(optimizer, decay)
+    return on_host(optimizer) if config.on_host else optimizer
 
 
 class FeedbackState(NamedTuple):

@@ -274,8 +274,8 @@ class RunConfig:
     """The number of steps from one verification to the next: all replicas run the same microbatch, and results that
     differ in any bit end the run with exit code 10. A single replica runs it twice. None: there is none."""
     max_skipped_in_row: int | None = 50
-    """The number of steps in a row that may be skipped, as loss or gradients are not finite, before the run saves and
-    ends with exit code 9. None: any number."""
+    """The number of steps in a row that may be skipped, as loss or gradients are not finite or norms are spikes, before
+    the run saves and ends with exit code 9. None: any number."""
 
     def __post_init__(self) -> None:
         check_flags(self.xla_flags)
@@ -375,6 +375,10 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 }
 OPTIMIZERS = {name: {**arguments, "feedback": False} for name, arguments in OPTIMIZERS.items()}
 """Arguments that each optimizer takes, with their defaults."""
+AVERAGE_DECAY = "average_decay"
+_SPIKES = ("spike_deviations", "spike_window")
+_OF_ALL = (AVERAGE_DECAY, *_SPIKES)
+"""Arguments that all optimizers take; without a default, so that runs that lack them stay as they are."""
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     CONSTANT: {},
@@ -388,15 +392,17 @@ _NORM = FieldRule("a positive number, or null for no clipping", POSITIVE.holds)
 _DECAY = FieldRule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 _THRESHOLD = FieldRule("at least 1, or 0 for no clipping", lambda value: value == 0 or 1 <= value < math.inf)
 _RULES = {
-    **dict.fromkeys(("eps", "decay_rate"), POSITIVE),
+    **dict.fromkeys(("eps", "decay_rate", "spike_deviations"), POSITIVE),
+    "spike_window": FieldRule("at least 2", lambda value: value >= 2),
     **dict.fromkeys(("weight_decay", "consistent_rms"), NOT_NEGATIVE),
     **dict.fromkeys(("b1", "b2", "momentum"), _DECAY),
     **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), AT_LEAST_1),
     "clipping_threshold": _THRESHOLD,
+    AVERAGE_DECAY: FieldRule("a number between 0 and 1, or leave it out", lambda value: 0 < value < 1),
 }
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("nesterov", "multiply_by_parameter_scale", "feedback"), bool),
-    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), int),
+    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor", "spike_window"), int),
     "adam_parameters": tuple,
 }
 """Types of the arguments that are no real numbers."""
@@ -444,7 +450,10 @@ class OptimizerConfig:
     and spares vectors (norm scales). ``consistent_rms`` of Muon is the root mean square of the entries of an update, 0
     for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
     that it leaves to Adam. ``feedback`` applies twice an
-    update less the one before, which makes up for a part of what ``pipeline.delay`` costs."""
+    update less the one before, which makes up for a part of what ``pipeline.delay`` costs. Any takes ``average_decay``,
+    such as 0.999: evaluations, exports and samples use the exponential moving average of the parameters; and
+    ``spike_deviations``, such as 6: a step is left out whose gradient norm is more than so many standard deviations
+    above the mean of the last ``spike_window`` ones (128)."""
     schedule: str = COSINE
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
@@ -463,6 +472,9 @@ class OptimizerConfig:
     """The layers that never change: names, the part of names before a dot (``vision``), or globs."""
     shard: bool = False
     """Whether the replicas share the optimizer state (ZeRO-1); needs ``pipeline.replicas`` of at least 2."""
+    on_host: bool = False
+    """Whether the optimizer state lies in host memory, from where each update brings it to the devices, layer by
+    layer."""
     groups: tuple[ParameterGroup, ...] = ()
     """The parameters with another learning rate or weight decay; of several groups that match, the first one counts."""
 
@@ -470,8 +482,9 @@ class OptimizerConfig:
         if self.name not in OPTIMIZERS:
             raise ValueError(f"name is {self.name!r}: give one of {', '.join(OPTIMIZERS)}")
         known = OPTIMIZERS[self.name]
-        if (odd := next((key for key in self.arguments if key not in known), None)) is not None:
-            raise ValueError(f"arguments has {odd!r}, which {self.name} does not take: it takes {', '.join(known)}")
+        if (odd := next((key for key in self.arguments if key not in (*known, *_OF_ALL)), None)) is not None:
+            taken = ", ".join((*known, *_OF_ALL))
+            raise ValueError(f"arguments has {odd!r}, which {self.name} does not take: it takes {taken}")
         given = {key: value for key, value in self.arguments.items() if value is not None}
         object.__setattr__(self, "arguments", {key: _checked(key, value) for key, value in {**known, **given}.items()})
         fill_fields(self, "schedule", "schedule", SCHEDULES)
@@ -481,15 +494,23 @@ class OptimizerConfig:
         check_fields(self, AT_LEAST_1, "decay_steps")
         if self.arguments.get("nesterov") and not self.arguments["momentum"]:
             raise ValueError("nesterov looks ahead along the momentum, which is 0: give momentum, or nesterov false")
+        if [*self.spike_rule] == ["spike_window"]:
+            raise ValueError("spike_window is the number of norms that tell a spike: give spike_deviations, such as 6")
 
-    def num_moments(self, *, is_matrix: bool = True) -> int:
-        """Returns how many numbers the state has for every parameter of a matrix or another array; few more are
-        neglected."""
-        fed_back = int(self.arguments["feedback"])
+    @property
+    def spike_rule(self) -> dict[str, Any]:
+        """The fields of the pipeline's rules that tell spikes of the gradient norm."""
+        return {key: self.arguments[key] for key in _SPIKES if key in self.arguments}
+
+    def num_moments(self, *, is_matrix: bool = True, param_bytes: int = 4) -> int:
+        """Returns how many numbers of ``param_bytes`` the state has for every parameter of a matrix or another array;
+        few more are neglected."""
+        averages = 4 // param_bytes if AVERAGE_DECAY in self.arguments else 0
+        more = averages + int(self.arguments["feedback"])
         if self.name == MUON:
-            return fed_back + (1 if is_matrix else 2)
+            return more + (1 if is_matrix else 2)
         is_kept = bool(self.arguments.get("momentum"))
-        return fed_back + {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
+        return more + {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -37,6 +37,7 @@ class OnAccelerator:
     """An array as JAX shows it to NumPy: as the one host copy that it keeps."""
 
     host = np.ones(4)
+    sharding = SimpleNamespace(memory_kind="device")
 
     def devices(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(platform="gpu")]
@@ -47,3 +48,9 @@ class OnAccelerator:
 
 def test_the_host_copy_of_an_accelerators_array_is_not_copied_again() -> None:
     assert own_copy(OnAccelerator()) is OnAccelerator.host  # type: ignore[arg-type]
+
+
+def test_an_array_in_host_memory_is_copied_as_its_buffer_is_shown() -> None:
+    array = OnAccelerator()
+    array.sharding = SimpleNamespace(memory_kind="pinned_host")
+    assert own_copy(array) is not OnAccelerator.host  # type: ignore[arg-type]

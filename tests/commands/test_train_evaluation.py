@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from experiments.reading.draw import HELD_OUT, TRAIN, draw_data
+from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands.evaluate import config_of
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.data_sets import make_evaluation_sets
@@ -119,6 +122,44 @@ def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: P
     for row, expected in zip(told["sets"], last, strict=True):
         assert (row["step"], row["evaluation"], row["tokens"]) == (7, expected["evaluation"], expected["tokens"])
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_evaluations_exports_and_further_runs_take_the_average(tmp_path: Path) -> None:
+    run, averaging = tmp_path / "run", ("--optimizer.arguments", "{average_decay: 0.5}")
+    evaluating = ("--evaluation.every", 2, "--evaluation.batches", 3, "--final-learning-rate", 1e-3)
+    train(run, "--steps", 4, *averaging, *evaluating)
+    shared = ("--pipeline.replicas", 2, "--optimizer.shard", "true", "--hint", "bfw")
+    train(run, "--steps", 6, *averaging, *evaluating, *shared)
+    train(tmp_path / "plain", "--steps", 6, *evaluating)
+    of_run, of_plain = (rows_of(folder) for folder in (run, tmp_path / "plain"))
+    for row, plain in zip(of_run, of_plain, strict=True):
+        if "evaluation" not in row:
+            assert row["loss"] == pytest.approx(plain["loss"], rel=1e-5)  # the average has no part in training
+        elif row["step"] > 0:
+            assert row["loss"] != pytest.approx(plain["loss"], rel=1e-5)
+    stored = newest_step(run / "checkpoints")
+    average = read_params(stored)
+    plain = read_params(newest_step(tmp_path / "plain" / "checkpoints"))
+    assert not np.allclose(average["layers.0"]["mlp"]["up"]["kernel"], plain["layers.0"]["mlp"]["up"]["kernel"])
+    alone = run_command("evaluate", run, "--json", "--evaluation.batches", 3, timeout_s=300)
+    assert alone.returncode == 0, alone.stderr
+    assert json.loads(alone.stdout)["sets"][0]["loss"] == pytest.approx(of_run[-1]["loss"], rel=1e-6)
+    for verb, source, target in (("export", run, tmp_path / "out"), ("import", tmp_path / "out", tmp_path / "in")):
+        done = run_command("convert", verb, source, target)
+        assert done.returncode == 0, done.stderr
+    jax.tree.map(np.testing.assert_array_equal, read_params(newest_step(tmp_path / "in" / "checkpoints")), average)
+    # Adapters are trained beside the average, also after a resume.
+    adapting = ("--init-from", run, "--adapters", "{rank: 2}", *evaluating)
+    for steps in (2, 4):
+        train(tmp_path / "adapted", "--steps", steps, *adapting)
+        with_adapters = read_params(newest_step(tmp_path / "adapted" / "checkpoints"))
+        jax.tree.map(np.testing.assert_array_equal, {name: with_adapters[name] for name in average}, average)
+    done = run_command("evaluate", tmp_path / "adapted", "--json", "--evaluation.batches", 3, timeout_s=300)
+    last = rows_of(tmp_path / "adapted")[-1]
+    assert json.loads(done.stdout)["sets"][0]["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    refused = run_command("train", "--config", run / "config.yaml", "--optimizer.arguments", "{average_decay: 0.9}")
+    assert "average_decay" in refused.stderr
 
 
 @pytest.mark.slow

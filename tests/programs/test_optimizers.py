@@ -9,6 +9,7 @@ import optax.contrib
 import pytest
 
 from rrfp_jax.programs.optimizers import _Values, check_leafwise
+from rrfp_jax.programs.update_functions import averaged
 
 PARAMS = {
     "embedding": {"table": jax.ShapeDtypeStruct((256, 128), jnp.float32)},
@@ -43,6 +44,7 @@ LEAFWISE = {
     "accumulation over steps": optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(),
     "average of parameters": optax.contrib.schedule_free_adamw(0.1),
     "muon": optax.contrib.muon(0.1),
+    "average beside it": averaged(optax.adam(0.1), 0.9),
 }
 
 COUPLED = {

@@ -53,6 +53,9 @@ def test_a_name_has_its_own_defaults_and_the_resolved_record_is_read_as_the_same
             "nesterov looks ahead along the momentum, which is 0: give momentum",
         ),
         ({"name": "muon", "arguments": {"momentum": 1.0}}, "momentum is 1.0: give at least 0 and less than 1"),
+        ({"arguments": {"spike_deviations": 0}}, "spike_deviations is 0: give a positive number"),
+        ({"arguments": {"spike_window": 16}}, "spike_window is the number of norms that tell a spike: give spike_dev"),
+        ({"arguments": {"average_decay": 1}}, "average_decay is 1: give a number between 0 and 1, or leave it out"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -94,3 +97,11 @@ def test_another_optimizer_is_another_training() -> None:
     for changed in ({"name": "lion"}, {"schedule": "linear"}, {"groups": [{"match": ["head"], "weight_decay": 0.0}]}):
         with pytest.raises(ValueError, match=f"optimizer.{next(iter(changed))} was"):
             check_same_training(given, {**given, "optimizer": {**given["optimizer"], **changed}}, force=False)
+
+
+def test_an_average_is_one_more_number_in_float32_and_without_it_there_is_no_argument() -> None:
+    plain = OptimizerConfig(learning_rate=0.1, arguments={"average_decay": None})
+    assert plain.arguments == OptimizerConfig(learning_rate=0.1).arguments
+    averaging = OptimizerConfig(learning_rate=0.1, arguments={"average_decay": 0.9})
+    assert averaging.arguments == {**plain.arguments, "average_decay": 0.9}
+    assert (averaging.num_moments(), averaging.num_moments(param_bytes=2), plain.num_moments()) == (3, 4, 2)

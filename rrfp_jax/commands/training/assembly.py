@@ -85,6 +85,7 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
         ),
         updates=UpdateRules(
             clip_norm=config.optimizer.clip_norm,
+            **config.optimizer.spike_rule,
             deterministic=config.run.deterministic,
             shard_optimizer=config.optimizer.shard,
             reduce=config.pipeline.reduce,
@@ -494,7 +495,7 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
             record, given = encoder_values(section, values)
             values = asdict(record(**given))
         values |= values.pop("images", None) or {}
-        free = _LAYOUT_ONLY.get(values.get("kind", "text"), ()) if section == "data" else ("shard",)
+        free = _LAYOUT_ONLY.get(values.get("kind", "text"), ()) if section == "data" else ("shard", "on_host")
         found |= {f"{section}.{name}": value for name, value in values.items() if name not in free}
     return found
 

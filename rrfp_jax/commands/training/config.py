@@ -210,7 +210,7 @@ SECTIONS: dict[str, type] = {section.name: kinds_of(section.type)[0] for section
 """The record of each section, whose fields are the section's keys."""
 _WITH_SECTION = ("vision", "projector", "adapters", "evaluation")
 _NAMED = {
-    "optimizer": ("name", "arguments", "schedule", "freeze", "shard", "groups"),
+    "optimizer": ("name", "arguments", "schedule", "freeze", "shard", "on_host", "groups"),
     "data": ("kind", "object", "arguments", "images", "cache", "column"),
 }
 QUALIFIED = (*_WITH_SECTION, *(f"{section}.{key}" for section, keys in _NAMED.items() for key in keys))
