@@ -99,6 +99,8 @@ def _check_images(arguments: argparse.Namespace, folder: ModelFolder, run: Train
         return
     if folder.sections.vision is None:
         raise ValueError(f"{folder.path} is a model of text, which sees no images: leave --image out")
+    if folder.sections.model.layer_variant.rope_sections is not None:
+        raise ValueError(f"{folder.path} has rope_sections, with which images are seen in training alone: export it")
     if run is not None and run.images is None:
         raise ValueError(f"{folder.path} was trained without images: give a run of image_text")
 

@@ -155,9 +155,10 @@ class DecoderSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
-    """A transformer encoder with a plain two-layer MLP, for images or for anything else that is cut into patches.
+    """A transformer encoder with a plain two-layer MLP, or a gated one, for images or for anything else that is cut
+    into patches.
 
-    With an MLP four times as wide as the stream a layer takes ``24 n d^2 + 4 n^2 d`` for n patches of one image.
+    With a plain MLP four times as wide as the stream a layer takes ``24 n d^2 + 4 n^2 d`` for n patches of one image.
     """
 
     hidden: int
@@ -168,9 +169,10 @@ class EncoderSizes:
     """Values of one patch: for images 3 channels times the patch's pixels."""
     head_dim: int | None = None
     """Width of a head; None: ``hidden / num_heads``."""
+    is_gated: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, *self.__dataclass_fields__)
+        check_fields(self, AT_LEAST_1, *(self.__dataclass_fields__.keys() - {"is_gated"}))
         if self.head_dim is None and self.hidden % self.num_heads:
             raise ValueError(f"hidden {self.hidden} does not divide into {self.num_heads} heads: give head_dim")
 
@@ -179,7 +181,8 @@ class EncoderSizes:
         head_dim = self.head_dim or self.hidden // self.num_heads
         query_dim = self.num_heads * head_dim
         projections = product(num_patches, self.hidden, 4 * query_dim)
-        return projections + product(num_patches, self.hidden, 2 * self.mlp_dim) + _attention(num_pairs, query_dim)
+        mlp = product(num_patches, self.hidden, (2 + self.is_gated) * self.mlp_dim)
+        return projections + mlp + _attention(num_pairs, query_dim)
 
     def patches(self, num_patches: float) -> Flops:
         """The embedding of patches. Nothing needs a gradient of its input."""
@@ -216,6 +219,8 @@ class Amounts(NamedTuple):
     patch_pairs: float = 0.0
     near_pairs: float = 0.0
     """Pairs of tokens in layers with a window."""
+    near_patch_pairs: float = 0.0
+    """Pairs of patches in layers with a window."""
 
 
 class CountedLayer(NamedTuple):

@@ -19,12 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from numpy.typing import NDArray
 
 from rrfp_jax.bounded_text import sentence, shown
 from rrfp_jax.data._documents import TextPart, TextSpan, document_name, rows_in
@@ -34,6 +32,7 @@ from rrfp_jax.data.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, named
 from rrfp_jax.record_files import TEXT_BYTES, read_bounded
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OF_PROCESSOR = "chat_template.json"
 _MARK = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message has its reasoning; templates read the first, and some the second."""
@@ -91,16 +90,20 @@ class ChatTemplate:
     """The time that templates get, so that all processes write the same date."""
 
     @property
+    def is_dated(self) -> bool:
+        """Whether the template asks for the date."""
+        return any("strftime_now" in text for text in self.texts.values())
+
+    @property
     def settings(self) -> list[Any]:
         """All that decides the text of a chat."""
-        is_dated = any("strftime_now" in text for text in self.texts.values())
-        return [dict(self.texts), dict(self.tokens), str(self.now.date()) if is_dated else None]
+        return [dict(self.texts), dict(self.tokens), str(self.now.date()) if self.is_dated else None]
 
     def parts_in(self, span: TextSpan, column: str) -> Iterator[TextPart]:
         """Yields the chats of a span; raises BrokenData, with file and row, for one that cannot be written."""
         for place, row in rows_in(span, column):
             try:
-                text, turns = self._written(row, column)
+                text, turns = self.written(row, column)
                 text.encode()
             except UnicodeEncodeError:
                 fault = f"half a character in column {column!r} (a lone surrogate)"
@@ -109,7 +112,7 @@ class ChatTemplate:
                 raise BrokenData(f"{document_name(span.source, place)} {error}") from None
             yield TextPart(text, True, place, tuple(turns))
 
-    def _written(self, row: Mapping[str, Any], column: str) -> tuple[str, _Turns]:
+    def written(self, row: Mapping[str, Any], column: str) -> tuple[str, _Turns]:
         """Returns the text of a chat and the assistant's turns in it; raises ValueError for one that cannot be
         written."""
         messages, tools = _messages_of(row.get(column), column), row.get(TOOLS)
@@ -184,16 +187,19 @@ def _messages_of(value: Any, column: str) -> list[dict[str, Any]]:
     return messages
 
 
-def read_chat_template(tokenizer: str) -> ChatTemplate:
-    """Returns the template that belongs to a tokenizer's file or folder.
+def read_chat_template(tokenizer: str, *, of_processor: bool = False) -> ChatTemplate:
+    """Returns the template that belongs to a tokenizer's file or folder, or to the processor of images there.
 
-    As for ``transformers``, chat_template.jinja counts before the ``chat_template`` of tokenizer_config.json. Raises
-    ValueError, with the remedy, if there is none, or none that can be used.
+    As for ``transformers``, chat_template.jinja counts before the ``chat_template`` of tokenizer_config.json, and for a
+    processor chat_template.json does too. Raises ValueError, with the remedy, if there is none, or none that can be
+    used.
     """
     file = tokenizer_file(tokenizer)
     config, alone = file.with_name(TOKENIZER_CONFIG), file.with_name(CHAT_TEMPLATE)
     settings = object_in(config)
     given: Any = settings.get("chat_template")
+    if of_processor and (of_images := object_in(file.with_name(_OF_PROCESSOR)).get("chat_template")) is not None:
+        given, config = of_images, file.with_name(_OF_PROCESSOR)
     if alone.is_file():
         try:
             given = read_bounded(alone, TEXT_BYTES).decode()
@@ -218,13 +224,3 @@ def read_chat_template(tokenizer: str) -> ChatTemplate:
             reason = f"line {error.lineno}: {sentence(str(error.message))}"
             raise ValueError(f"the chat template in {config} is none ({reason}): mend it") from None
     return template
-
-
-def counted_tokens(offsets: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Returns whether each token, by its place in the text, has a part in a turn of the assistant."""
-    if not turns or not offsets:
-        return np.zeros(len(offsets), bool)
-    starts, ends = np.array(offsets).T
-    first, last = np.array(turns).T
-    turn = np.searchsorted(last, starts, side="right")  # the first turn that ends behind the token's beginning
-    return (turn < len(turns)) & (ends > first[np.minimum(turn, len(turns) - 1)])

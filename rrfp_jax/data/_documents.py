@@ -8,8 +8,11 @@ character is taken.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.data._sources import (
@@ -240,3 +243,13 @@ def _text_of_line(line: bytes, column: str, source: Source, position: int) -> st
 
 def _refusal(source: Source, position: int, words: str) -> BrokenData:
     return BrokenData(f"{document_name(source, position)} {words}")
+
+
+def counted_tokens(offsets: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Returns whether each token, by its place in the text, has a part in a turn of the assistant."""
+    if not turns or not offsets:
+        return np.zeros(len(offsets), bool)
+    starts, ends = np.array(offsets).T
+    first, last = np.array(turns).T
+    turn = np.searchsorted(last, starts, side="right")  # the first turn that ends behind the token's beginning
+    return (turn < len(turns)) & (ends > first[np.minimum(turn, len(turns) - 1)])

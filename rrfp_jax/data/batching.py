@@ -231,7 +231,7 @@ class Batching:
         for number, (members, places, image_places, size) in enumerate(self.divide(samples)):
             bucket = self._pairs.index(smallest_fitting(size, self._pairs))
             shape, own = self.shapes[bucket], [samples[member] for member in members]
-            leaves: dict[str, Any] = text_leaves(own, places, shape)
+            leaves: dict[str, Any] = text_leaves(own, places, shape, self._format)
             if shape.image_rows:
                 leaves["patches"] = self.buckets[bucket]["patches"]  # the shape, where they are not made
                 of_images = None

@@ -171,6 +171,9 @@ class ImageTextConfig(_BatchedData):
     the patches of a feature are consecutive."""
     max_patches: int = 1024
     """An image of its own size that has more patches is made smaller."""
+    min_patches: int | None = None
+    """An image of its own size that has fewer patches is made larger, and sizes are those of Qwen's image processor,
+    whose ``min_pixels`` and ``max_pixels`` are this and ``max_patches`` times ``patch_size**2``. None: none is."""
     max_pixels: int = 64 * 2**20
     """An image file with more is refused."""
     max_bad_samples: int = 0
@@ -183,7 +186,7 @@ class ImageTextConfig(_BatchedData):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, AT_LEAST_1, "length", "image_length", "text_buckets", "image_buckets")
-        check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "max_pixels")
+        check_fields(self, AT_LEAST_1, "patch_size", "merge", "image_size", "max_patches", "min_patches", "max_pixels")
         check_fields(self, NOT_NEGATIVE, "max_bad_samples")
         if self.gather_text and not self.balance:
             raise ValueError("gather_text divides samples by their costs: give balance true, or leave gather_text out")
@@ -197,6 +200,8 @@ class ImageTextConfig(_BatchedData):
             raise ValueError("row_order is for images of one size: give image_size, or leave row_order out")
         if self.max_patches < self.merge**2:
             raise ValueError(f"max_patches is {self.max_patches}: give at least {self.merge**2}, one feature")
+        if (self.min_patches or 0) > self.max_patches:
+            raise ValueError(f"min_patches is {self.min_patches}: give at most max_patches, {self.max_patches}")
         if self.image_size is not None:
             block = self.patch_size * self.merge
             if self.image_size % block:

@@ -2,11 +2,13 @@
 
 A line is an object with these fields:
 
-* ``text``, all of which is to be predicted; or ``prompt``, which is only read, and ``target`` after it;
+* ``text``, all of which is to be predicted; or ``prompt``, which is only read, and ``target`` after it; or
+  ``messages``, a chat that the tokenizer's template writes, whose assistant's turns are to be predicted;
 * ``images``, paths of image files, relative to the file or to ``image_folder``; may be missing, or null.
 
-``<image>`` in the text or prompt says where an image stands, once for each; without any, all stand before the text.
-A token is a byte of UTF-8, and after each sample comes a zero byte; or it is one of a tokenizer, and its end of a text
+``<image>`` in the text or prompt says where an image stands, once for each; without any, all stand before the text. In
+a chat it is an entry ``{"type": "image"}`` of a message's content, which may name its file as ``image`` or ``path``. A
+token is a byte of UTF-8, and after each sample comes a zero byte; or it is one of a tokenizer, and its end of a text
 comes after each. Text alone is a data set too, with samples of any length in few shapes.
 
 Some samples may be held out, by a checksum: of samples that share images, all are held out or none.
@@ -18,13 +20,15 @@ in an order that follows from (seed, epoch) alone.
 
 import difflib
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from posixpath import normpath
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +38,7 @@ from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.buckets import CutSizes
 from rrfp_jax.data.config import ImageTextConfig
 from rrfp_jax.data.dataset import Batch, BrokenData, BucketSpecs, Reads
-from rrfp_jax.data.images import TextWriter, fitting_grid, read_bytes, size_of_image
+from rrfp_jax.data.images import TextWriter, fitting_grid, processor_grid, read_bytes, size_of_image
 from rrfp_jax.data.packing import IMAGE_TOKEN, Grid, PatchFormat, Sample, Text, make_sample, patches_of
 from rrfp_jax.data.sample_order import (
     HELD_OUT,
@@ -48,14 +52,18 @@ from rrfp_jax.data.sample_order import (
 from rrfp_jax.data.tokenizer_files import BYTE_TOKENS
 from rrfp_jax.record_files import parse_json
 
+if TYPE_CHECKING:
+    from rrfp_jax.data._chats import ChatTemplate
+
 MARKER = "<image>"
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MOST_IMAGES = 1 << 12
 """Largest number of images that a line may have; each of them is opened before the first step."""
 _SURVEYED_SAMPLES = 2048
-_FIELDS = ({"text"}, {"prompt", "target"})
-_KNOWN = ("text", "prompt", "target", "images")
+_FIELDS = ({"text"}, {"prompt", "target"}, {"messages"}, {"messages", "tools"})
+_KNOWN = ("text", "prompt", "target", "messages", "tools", "images")
+_FILE_KEYS = ("image", "path", "url")
 
 
 class _Line(NamedTuple):
@@ -75,6 +83,7 @@ class ImageText:
         cut: the numbers of which the sizes of microbatches are multiples.
         num_replicas: the number of replicas that share the microbatches.
         writer: turns the text into tokens; None: tokens are bytes.
+        has_grid_positions: whether a position is a token's place in time, row and column.
 
     Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have,
     and ``buckets``, the same as leaves; ``largest_grid``, the most rows and the most columns of patches that an image
@@ -93,6 +102,7 @@ class ImageText:
         cut: CutSizes | None = None,
         num_replicas: int = 1,
         writer: TextWriter | None = None,
+        has_grid_positions: bool = False,
     ) -> None:
         refuse_nothing_held_out(part, config.held_out)
         self.config, self._writer, self._num_bad = config, writer, 0
@@ -111,11 +121,17 @@ class ImageText:
         # With the images' sizes, which decide how samples are divided: files may change while the text stays.
         sizes = [tuple(grid) for grid in grids]
         told = repr(sizes if writer is None else (sizes, writer.told))
+        if "_template" in vars(self):  # some line is a chat
+            told += repr(self._template.settings)
         digest = hashlib.sha256(content + told.encode()).hexdigest()[:16]
         self.fingerprint = f"{self.num_samples} samples with {self.num_images} images, SHA-256 {digest}"
         self.largest_grid = Grid(max(grid.rows for grid in grids), max(grid.columns for grid in grids))
         self._format = PatchFormat(
-            config.channels * config.patch_size**2, config.merge, is_packed=config.image_size is None, dtype=np.uint8
+            config.channels * config.patch_size**2,
+            config.merge,
+            is_packed=config.image_size is None,
+            dtype=np.uint8,
+            has_grid_positions=has_grid_positions,
         )
         limits = self._limits()
         num_steps = -(-min(_SURVEYED_SAMPLES, self.num_samples) // config.batch_size)
@@ -176,18 +192,21 @@ class ImageText:
             raise self._refusal(number, f"is not JSON ({error}): mend or remove it") from error
         known = fields.keys() & _KNOWN if isinstance(fields, dict) else set()
         if known - {"images"} not in _FIELDS:
-            raise self._refusal(number, "must be an object with text, or with prompt and target, and perhaps images")
+            kinds = "with text, or with prompt and target, or with messages"
+            raise self._refusal(number, f"must be an object {kinds}, and perhaps images")
         for name in fields.keys() - known:
             if near := difflib.get_close_matches(name.lower(), _KNOWN, n=1):
                 raise self._refusal(number, f"has a field {name!r}, which is not read: call it {near[0]}, or remove it")
         own = {name: fields[name] for name in fields if name in known} | {"images": fields.get("images") or []}
-        texts = [value for name, value in own.items() if name != "images"]
+        texts = [value for name, value in own.items() if name not in ("images", "messages", "tools")]
         if not isinstance(own["images"], list) or not all(isinstance(each, str) for each in [*texts, *own["images"]]):
             raise self._refusal(number, "must hold text in its fields, and a list of paths in images")
         if len(own["images"]) > _MOST_IMAGES:
             raise self._refusal(
                 number, f"has {len(own['images'])} images: give at most {_MOST_IMAGES}, on several lines"
             )
+        if "messages" in own:
+            own["images"] = self._images_of_chat(number, own)
         try:
             "".join(texts).encode()
         except UnicodeEncodeError:
@@ -207,6 +226,8 @@ class ImageText:
                 grids.append(image_grid(self.config, file))
             except ValueError as error:
                 raise self._of_file(number, file, error) from error
+        if "messages" in fields:
+            return _Line(number, self._chat_parts(number, fields, grids), files)
         pieces = fields.get("text", fields.get("prompt", "")).split(MARKER)
         if len(pieces) == 1:
             pieces = [""] * len(files) + pieces
@@ -228,6 +249,57 @@ class ImageText:
             parts += [grid] if grid is not None else []
         parts += [Text(target.encode(), 1)] if target else []
         return _Line(number, [*parts, Text(b"\0", 1)], files)
+
+    @cached_property
+    def _template(self) -> "ChatTemplate":
+        from rrfp_jax.data._chats import read_chat_template
+
+        assert self._writer is not None
+        template = read_chat_template(str(self._writer.kind.file), of_processor=True)
+        if template.is_dated:
+            raise ValueError(
+                f"the chat template in {template.file} writes the date, and a run that goes on tomorrow would have "
+                "other data: put a date into it in place of strftime_now"
+            )
+        return template
+
+    def _images_of_chat(self, number: int, fields: dict[str, Any]) -> list[str]:
+        """Returns the files of a chat's images in order; raises ValueError for content that is no text or image."""
+        named = iter(fields["images"])
+        files = list[str]()
+        for message in fields["messages"] if isinstance(fields["messages"], list) else ():
+            content = message.get("content") if isinstance(message, dict) else None
+            for entry in content if isinstance(content, list) else ():
+                kind = entry.get("type") if isinstance(entry, dict) else None
+                if kind == "text" and isinstance(entry.get("text"), str):
+                    continue
+                if kind != "image":
+                    what = f"of type {kind!r}" if isinstance(kind, str) and kind != "text" else "without type or text"
+                    raise self._refusal(number, f"has content {what} in its messages: give entries of text and image")
+                file = next((entry[key] for key in _FILE_KEYS if entry.get(key) is not None), None) or next(named, None)
+                if not isinstance(file, str) or file.startswith(("http:", "https:", "data:")):
+                    raise self._refusal(
+                        number, "has an image in its messages without a file: name one there or in images"
+                    )
+                files.append(file)
+        if next(named, None) is not None:
+            raise self._refusal(number, "names more images than its messages show: leave some out, or show them")
+        return files
+
+    def _chat_parts(self, number: int, fields: dict[str, Any], grids: list[Grid]) -> list[Text | Grid]:
+        if self._writer is None:
+            raise self._refusal(number, "has messages, and its tokens would be bytes: give a tokenizer with a template")
+        template = self._template  # a template that is none is no fault of the line
+        try:
+            text, turns = template.written(fields, "messages")
+            bos = template.tokens.get("bos_token")
+            opens = not (bos and text.startswith(bos))
+            parts = self._writer.chat_parts(text, turns, grids, self.config.merge, opens=opens)
+        except ValueError as error:
+            raise self._refusal(number, str(error)) from None
+        if not any(isinstance(part, Text) and part.weight for part in parts):
+            raise self._refusal(number, "has no turn of the assistant to predict: give one, or remove the line")
+        return parts
 
     def _refusal(self, number: int, what: str) -> ValueError:
         return ValueError(f"line {number} of {self.config.path} {what}")
@@ -320,6 +392,15 @@ def image_grid(config: ImageTextConfig, file: Path) -> Grid:
     width, height = size_of_image(file, config.max_pixels)
     if config.image_size is not None:
         return Grid(config.image_size // config.patch_size, config.image_size // config.patch_size)
+    if config.min_patches is not None:
+        return processor_grid(
+            width,
+            height,
+            patch=config.patch_size,
+            merge=config.merge,
+            min_patches=config.min_patches,
+            max_patches=config.max_patches,
+        )
     block = config.patch_size * config.merge
     return fitting_grid(width, height, block=block, merge=config.merge, max_patches=config.max_patches)
 
@@ -367,7 +448,9 @@ def _group_keys(samples: Iterable[Mapping[str, Any]]) -> tuple[list[str], str]:
     keys: list[str] = []
     first: dict[str, str] = {}
     for fields in samples:
-        key = "\n".join(fields["images"]) or "\n".join(fields[name] for name in sorted(fields.keys() - {"images"}))
+        texts = (fields[name] for name in sorted(fields.keys() - {"images"}))
+        own = (text if isinstance(text, str) else json.dumps(text, sort_keys=True) for text in texts)
+        key = "\n".join(fields["images"]) or "\n".join(own)
         keys.append(key)
         if fields["images"]:
             group = root(normpath(fields["images"][0]))

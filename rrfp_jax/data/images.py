@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from rrfp_jax.data._documents import counted_tokens
 from rrfp_jax.data.packing import Grid, Text
 from rrfp_jax.data.tokenizer_files import TokenKind, library_reason, load, lost_part, size_of, unknown_of
 from rrfp_jax.record_files import parse_json
@@ -87,6 +88,24 @@ def fitting_grid(width: int, height: int, *, block: int, merge: int, max_patches
     return Grid(rows * merge, columns * merge)
 
 
+def processor_grid(width: int, height: int, *, patch: int, merge: int, min_patches: int, max_patches: int) -> Grid:
+    """Returns the patches of an image as Qwen's image processor counts them, operation by operation.
+
+    Raises ValueError, in words that follow the name of the file, for an image that it refuses.
+    """
+    if max(width, height) > 200 * min(width, height):
+        raise ValueError(f"is {width} x {height} pixels, more than 200 times as long as wide: cut or remove it")
+    block, most, least = patch * merge, max_patches * patch**2, min_patches * patch**2
+    rows, columns = round(height / block), round(width / block)
+    if rows * columns * block**2 > most:
+        shrinks = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(side / shrinks / block)) for side in (height, width))
+    elif rows * columns * block**2 < least:
+        grows = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * grows / block) for side in (height, width))
+    return Grid(rows * merge, columns * merge)
+
+
 def read_bytes(path: Path, grid: Grid, *, patch_size: int, channels: int, max_pixels: int) -> NDArray[np.uint8]:
     """Returns the image in the size of ``grid``, ``[height, width, channels]`` from 0 to 255, grey or RGB.
 
@@ -125,6 +144,8 @@ class ImageTokens:
     """The token of each feature."""
     before: str = ""
     behind: str = ""
+    are_in_chats: bool = False
+    """Whether chat templates write the words before and behind an image; if not, the processor does."""
 
 
 class TextWriter:
@@ -152,9 +173,10 @@ class TextWriter:
         self._unknown, self.vocab_size = unknown_of(self._tokenizer), size_of(self._tokenizer)
         self._end = kind.ends[0]
         self.closing = Text(np.array([self._end], np.int32), 1)
-        self.image_token, self._mark = self._end, None
+        self.image_token, self._are_in_chats = self._end, False
+        self._mark: tuple[str, str, str] | None = None
         if marks is not None:
-            self.image_token = marks.feature
+            self.image_token, self._are_in_chats = marks.feature, marks.are_in_chats
             word: str | None = self._tokenizer.id_to_token(marks.feature)
             if word is None:
                 raise ValueError(f"{self._file} has no token {marks.feature}, which stands for images: {_REMEDY}")
@@ -167,29 +189,76 @@ class TextWriter:
         Text of the answer counts in the loss; without an answer all text does, except the words that stand for images.
         Raises ValueError, in words that follow the name of the sample, if the tokenizer cannot write it.
         """
-        if grids and self._mark is None:
-            raise ValueError(f"has images, and {self._file} has no token that stands for them: leave them out")
-        text, is_image = pieces[0], [False] * len(pieces[0])
-        sizes = [grid.num_patches // merge**2 for grid in grids]
-        for num_features, piece in zip(sizes, pieces[1:], strict=True):
-            before, word, behind = self._mark or ("", "", "")
-            shown = before + word * num_features + behind
-            text, is_image = text + shown + piece, is_image + [True] * len(shown) + [False] * len(piece)
+        text, is_image = _with_images(pieces, self._shown(grids, merge, self._mark))
         # A token that reaches into the answer belongs to it: it cannot be read before the answer is known.
-        first = len(text) if answer else 0
-        text, is_image = text + answer, [*is_image, *[False] * len(answer)]
+        turns = [(len(text) if answer else 0, len(text) + len(answer))]
+        is_image += [False] * len(answer)
+        return self._parts(text + answer, turns, is_image, grids, merge, opens=self._opens, is_closed=True)
+
+    def chat_parts(
+        self, text: str, turns: Sequence[tuple[int, int]], grids: Sequence[Grid], merge: int, *, opens: bool
+    ) -> list[Text | Grid]:
+        """Returns the parts of a chat as its template has written it, as the processor of the model would go on.
+
+        The token of a feature stands for each image in ``text``. Text of the ``turns``, in characters, counts in the
+        loss. ``opens`` says whether the tokenizer's opening tokens are still missing. Raises ValueError as
+        :meth:`parts`.
+        """
+        mark = self._mark
+        if mark is not None and self._are_in_chats:
+            mark = ("", mark[1], "")
+        word = "" if mark is None else mark[1]
+        pieces = text.split(word) if word else [text]
+        if len(pieces) != len(grids) + 1:
+            raise ValueError(
+                f"has {len(grids)} images, and the chat template writes {len(pieces) - 1} times {word!r} for them: "
+                "make them equal, and leave that out of the text"
+            )
+        shown = self._shown(grids, merge, mark)
+        written, is_image = _with_images(pieces, shown)
+        ends = np.cumsum([len(piece) + len(word) for piece in pieces[:-1]])
+        added = np.cumsum([0, *(len(each) - len(word) for each in shown)])
+
+        def moved(place: int) -> int:
+            # by what the images before it have grown
+            return place + int(added[np.searchsorted(ends, place, side="right")])
+
+        moved_turns = [(moved(start), moved(stop)) for start, stop in turns]
+        return self._parts(written, moved_turns, is_image, grids, merge, opens=self._opens and opens)
+
+    def _shown(self, grids: Sequence[Grid], merge: int, mark: tuple[str, str, str] | None) -> list[str]:
+        """Returns the words of each image."""
+        if grids and mark is None:
+            raise ValueError(f"has images, and {self._file} has no token that stands for them: leave them out")
+        before, word, behind = mark or ("", "", "")
+        return [before + word * (grid.num_patches // merge**2) + behind for grid in grids]
+
+    def _parts(
+        self,
+        text: str,
+        turns: Sequence[tuple[int, int]],
+        is_image: Sequence[bool],
+        grids: Sequence[Grid],
+        merge: int,
+        *,
+        opens: bool,
+        is_closed: bool = False,
+    ) -> list[Text | Grid]:
+        """Returns the parts of a text; ``is_closed`` says that a token behind it closes the sample."""
         try:
-            whole, plain = self._tokenizer.encode(text, add_special_tokens=self._opens), self._plain.encode(text)
+            whole, plain = self._tokenizer.encode(text, add_special_tokens=opens), self._plain.encode(text)
         except BaseException as error:
             raise ValueError(f"cannot be written by {self._file} ({library_reason(error)}): change it") from None
         if (lost := lost_part(self._tokenizer, text, plain, self._unknown)) is not None:
             raise ValueError(f"has {lost!r}, for which {self._file} has no token: take it out")
         ids = np.array(whole.ids, np.int32)
         weights = np.zeros(len(whole.ids), np.float32)
-        is_own = ~np.array(whole.special_tokens_mask, bool) if self._opens else np.ones(len(whole.ids), bool)
-        weights[is_own] = [end > max(first, start) and not is_image[end - 1] for start, end in plain.offsets]
-        if len(ids) and ids[-1] == self._end and not is_own[-1]:  # this token closes every sample anyway
+        is_own = ~np.array(whole.special_tokens_mask, bool) if opens else np.ones(len(whole.ids), bool)
+        is_shown = [end > start and not is_image[end - 1] for start, end in plain.offsets]
+        weights[is_own] = counted_tokens(plain.offsets, turns) & np.array(is_shown, bool)
+        if is_closed and len(ids) and ids[-1] == self._end and not is_own[-1]:  # the tokenizer has closed it too
             ids, weights = ids[:-1], weights[:-1]
+        sizes = [grid.num_patches // merge**2 for grid in grids]
         is_feature = ids == self.image_token if sizes else np.zeros(len(ids), bool)
         if is_feature.sum() != sum(sizes):
             raise ValueError(
@@ -206,3 +275,11 @@ class TextWriter:
                 number = image[start]
                 parts.append(grids[number] if number >= 0 else Text(ids[start:stop], float(weights[start])))
         return parts
+
+
+def _with_images(pieces: Sequence[str], shown: Sequence[str]) -> tuple[str, list[bool]]:
+    """Returns the text with the words of images between its pieces, and whether each character is of an image."""
+    text, is_image = pieces[0], [False] * len(pieces[0])
+    for words, piece in zip(shown, pieces[1:], strict=True):
+        text, is_image = text + words + piece, is_image + [True] * len(words) + [False] * len(piece)
+    return text, is_image

@@ -9,8 +9,9 @@ consecutive, row by row within the block, and so are the blocks within the image
 channel, row, column, as in the kernel of a convolution ``[width, channels, patch, patch]``.
 
 **The leaves.** Samples that share a row are told apart by ``segments`` (from 1; 0 is padding), and ``positions`` start
-at 0 in each. Images that share a row are told apart by ``patch_segments`` in the same way. ``image_index`` says for
-each position of text which image feature stands there, counted over the microbatch's rows of features, or -1.
+at 0 in each; for a decoder with ``rope_sections`` each token has three. Images that share a row are told apart by
+``patch_segments`` in the same way. ``image_index`` says for each position of text which image feature stands there,
+counted over the microbatch's rows of features, or -1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,6 +73,22 @@ class Sample:
     def patches(self) -> tuple[int, ...]:
         """Patches of each image."""
         return tuple(grid.num_patches for grid in self.images)
+
+    def grid_positions(self, merge: int) -> NDArray[np.int32]:
+        """Returns the place in time, the row and the column of each token, ``[length, 3]``.
+
+        All three are equal in text, where they count tokens. The features of an image stand at one time, and in rows
+        and columns from that number on; text behind it begins beyond the largest of these numbers.
+        """
+        steps, inside = np.ones(self.length, np.int32), np.zeros((self.length, 3), np.int32)
+        at = np.flatnonzero(self.features >= 0)
+        for grid in self.images:
+            rows, columns = grid.rows // merge, grid.columns // merge
+            own, at = at[: rows * columns], at[rows * columns :]
+            inside[own, 1], inside[own, 2] = np.divmod(np.arange(rows * columns), columns)
+            steps[own] = 0
+            steps[own[-1]] = max(rows, columns)
+        return inside + (np.cumsum(steps) - steps)[:, None].astype(np.int32)
 
 
 def make_sample(parts: Sequence[Text | Grid], merge: int, image_token: int = IMAGE_TOKEN) -> Sample:
@@ -147,6 +164,8 @@ class PatchFormat(NamedTuple):
     """Whether images of different sizes share rows; if not, each fills its row."""
     dtype: Any = np.float32
     """Type of a patch's values; bytes are pixels as a file has them, which the encoder scales."""
+    has_grid_positions: bool = False
+    """Whether ``positions`` are a token's place in time, row and column, for a decoder with ``rope_sections``."""
 
 
 def leaf_specs(shape: Shape, patch_format: PatchFormat) -> BucketSpecs:
@@ -155,6 +174,8 @@ def leaf_specs(shape: Shape, patch_format: PatchFormat) -> BucketSpecs:
 
     text, images = (shape.rows, shape.length), (shape.image_rows, shape.image_length)
     specs = {name: jax.ShapeDtypeStruct(text, np.float32 if name == "weights" else np.int32) for name in _TEXT_LEAVES}
+    if patch_format.has_grid_positions:
+        specs["positions"] = jax.ShapeDtypeStruct((*text, 3), np.int32)
     if shape.image_rows:
         specs["image_index"] = jax.ShapeDtypeStruct(text, np.int32)
         specs["patches"] = jax.ShapeDtypeStruct((*images, patch_format.patch_dim), patch_format.dtype)
@@ -163,18 +184,23 @@ def leaf_specs(shape: Shape, patch_format: PatchFormat) -> BucketSpecs:
     return specs
 
 
-def text_leaves(samples: Sequence[Sample], places: Packing, shape: Shape) -> dict[str, NDArray[Any]]:
+def text_leaves(
+    samples: Sequence[Sample], places: Packing, shape: Shape, patch_format: PatchFormat
+) -> dict[str, NDArray[Any]]:
     """Returns the leaves of text of a microbatch, int32 and ``weights`` float32, each ``[rows, length]``; padding is
     0."""
     leaves = {
         name: np.zeros((shape.rows, shape.length), np.float32 if name == "weights" else np.int32)
         for name in _TEXT_LEAVES
     }
+    if patch_format.has_grid_positions:
+        leaves["positions"] = np.zeros((shape.rows, shape.length, 3), np.int32)
     for segment, number in _segments(places):
         sample, row = samples[number], places.rows[number]
         at = slice(places.offsets[number], places.offsets[number] + sample.length)
         leaves["tokens"][row, at] = sample.tokens
-        leaves["positions"][row, at] = np.arange(sample.length)
+        own = sample.grid_positions(patch_format.merge) if patch_format.has_grid_positions else np.arange(sample.length)
+        leaves["positions"][row, at] = own
         leaves["segments"][row, at] = segment
         leaves["targets"][row, at] = sample.targets
         leaves["weights"][row, at] = sample.weights

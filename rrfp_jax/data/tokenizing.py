@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data._documents import TextPart, TextSpan, document_name, holds_chats, parts_in
+from rrfp_jax.data._documents import TextPart, TextSpan, counted_tokens, document_name, holds_chats, parts_in
 from rrfp_jax.data._pieces import (
     DamagedPiece,
     PieceFiles,
@@ -528,8 +528,6 @@ class Worker:
                 )
         if self.chats is None:
             return [(np.array(each.ids, np.uint32), none) for each in encoded]
-        from rrfp_jax.data._chats import counted_tokens
-
         return [
             (np.array(each.ids, np.uint32), counted_tokens(each.offsets, part.turns or ()))
             for part, each in zip(batch, encoded, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._tensor_names import NameTable
-from rrfp_jax.hf._vision_language import DECODER_PREFIX, VISION_LANGUAGE_FAMILIES
+from rrfp_jax.hf._vision_language import DECODER_PREFIX, QWEN_VL, VISION_LANGUAGE_FAMILIES
 from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily, read_decoder, write_decoder
 from rrfp_jax.hf.model_folder import ModelSections
 from rrfp_jax.models.config import LanguageModelConfig, PredictAheadConfig
@@ -66,7 +66,8 @@ def read_config(
         if family is None:
             _, read, newer = VISION_LANGUAGE_FAMILIES[kind]
             sections, table, unused = read(config, where, has_head=has_head, dtype=dtype)
-            return HubModel(sections=sections, table=table, newer=newer, unused=unused, decoder_prefix=DECODER_PREFIX)
+            prefix = "" if kind == QWEN_VL else DECODER_PREFIX
+            return HubModel(sections=sections, table=table, newer=newer, unused=unused, decoder_prefix=prefix)
         fields = ConfigFields({**config, QUANTISED: None}, where, family.defaults)
         tied = fields.flag("tie_word_embeddings") and not has_head
         model = read_decoder(fields, family, tied=tied, dtype=dtype)

@@ -6,7 +6,7 @@ files. ``N`` stands for the number of a layer and ``E`` for the number of an exp
     "layers.N.attention.query.kernel": (TRANSPOSED, "model.layers.N.self_attn.q_proj.weight")
 
 Products are ``x @ kernel`` here, with ``kernel`` ``[in, out]``, and ``x @ weight.T`` there, with ``weight``
-``[out, in]``. A transform only looks at an array in another way: nothing is copied but by :data:`PER_EXPERT`.
+``[out, in]``. Most transforms only look at an array in another way; those of several arrays or tensors copy them.
 """
 
 import re
@@ -61,13 +61,16 @@ def every_second(first: int) -> Transform:
 
 
 @cache
-def half_of_rows(number: int) -> Transform:
-    """Returns the transform of the kernel of a product that is one half, 0 or 1, of the rows of a tensor."""
+def part_of_joined(number: int, order: tuple[int, ...]) -> Transform:
+    """Returns the transform of an array that is part ``number`` of the rows of a tensor, as :data:`TRANSPOSED`.
+
+    ``order`` has, in the order of parts, the places of their arrays among those of the tensor by the order of names.
+    """
     return Transform(
-        lambda ours: [(2 * ours[1], ours[0])],
-        lambda theirs: np.split(theirs[0], 2)[number].T,
+        lambda ours: [(len(order) * ours[-1], *ours[:-1])],
+        lambda theirs: np.split(theirs[0], len(order))[number].T,
         lambda ours: [],
-        lambda arrays: np.concatenate([array.T for array in arrays]),
+        lambda arrays: np.concatenate([arrays[place].T for place in order]),
     )
 
 
@@ -89,6 +92,17 @@ def patch_kernel(channels: int, height: int, width: int) -> Transform:
         lambda ours: [(ours[1], channels, height, width)],
         lambda theirs: theirs[0].reshape(len(theirs[0]), -1).T,
         lambda ours: [ours.T.reshape(-1, channels, height, width)],
+    )
+
+
+@cache
+def video_kernel(channels: int, frames: int, size: int) -> Transform:
+    """Returns the transform of the product with patches of several frames, ``[frames * channels * size * size, out]``
+    here and the kernel of a convolution there, ``[out, channels, frames, size, size]``."""
+    return Transform(
+        lambda ours: [(ours[1], channels, frames, size, size)],
+        lambda theirs: theirs[0].swapaxes(1, 2).reshape(len(theirs[0]), -1).T,
+        lambda ours: [ours.T.reshape(-1, frames, channels, size, size).swapaxes(1, 2)],
     )
 
 

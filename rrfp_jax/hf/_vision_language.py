@@ -1,25 +1,30 @@
-"""LLaVA and InternVL: their configuration in our sections, and the names of their tensors.
+"""LLaVA, InternVL and Qwen2.5-VL: their configuration in our sections, and the names of their tensors.
 
 LLaVA has a tower of CLIP or SigLIP and a projector of two products. InternVL, in the form of transformers (``-hf``),
-has InternViT, and pixel shuffle before a normed projector. Both take any decoder family.
+has InternViT, and pixel shuffle before a normed projector. Both take any decoder family. Qwen2.5-VL has a tower and a
+Qwen2 decoder of its own, with rotary positions by time, row and column; of videos only their images can be seen here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._tensor_names import (
     SAME,
     NameTable,
     Transform,
     linears_and_norms,
+    part_of_joined,
     patch_kernel,
     prefixed,
+    video_kernel,
     with_leading_axes,
 )
 from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily, read_decoder
 from rrfp_jax.hf.model_folder import ModelSections
+from rrfp_jax.models.config import LayerVariant
 from rrfp_jax.models.vision_config import NORMS, ProjectorConfig, VisionConfig, VisionLanguageConfig
 
 # -------------------------------------------------------------------------------------------------------------- towers
@@ -219,6 +224,74 @@ def _read_intern_vit(fields: ConfigFields, *, feature_layer: Any, dtype: str) ->
     return VisionConfig(**record, param_dtype=dtype, compute_dtype=dtype), patches
 
 
+def _qwen_names(patches: Transform) -> NameTable:
+    """Returns the names of Qwen2.5-VL's tower, whose last norm counts as the merger's in their files."""
+    block, qkv = "visual.blocks.N.", "visual.blocks.N.attn.qkv."
+    places = 1, 0, 2  # of query, key and value among their names
+    parts = {name: part_of_joined(number, places) for number, name in enumerate(("query", "key", "value"))}
+    linears = {name: f"mlp.{name.removeprefix('mlp.')}_proj" for name in ("mlp.gate", "mlp.up", "mlp.down")}
+    return {
+        "vision.patches.projection.kernel": (patches, "visual.patch_embed.proj.weight"),
+        **{f"{_OURS}attention.{name}.kernel": (part, qkv + "weight") for name, part in parts.items()},
+        **{f"{_OURS}attention.{name}.bias": (part, qkv + "bias") for name, part in parts.items()},
+        **linears_and_norms(
+            _OURS,
+            block,
+            {"attention.output": "attn.proj", **linears},
+            {"attention_norm": "norm1", "mlp_norm": "norm2"},
+        ),
+        "vision.norm.scale": (SAME, "visual.merger.ln_q.weight"),
+        **linears_and_norms("projector.", "visual.merger.", {"linear_1": "mlp.0", "linear_2": "mlp.2"}, {}),
+    }
+
+
+def _read_qwen_tower(
+    fields: ConfigFields, *, decoder_dim: int, dtype: str
+) -> tuple[VisionConfig, ProjectorConfig, Transform]:
+    """Returns the records of a Qwen2.5-VL's tower and merger, and how patches lie in its kernel.
+
+    Raises ValueError with the field's name.
+    """
+    hidden, layers, merge = (fields.whole(name) for name in ("hidden_size", "depth", "spatial_merge_size"))
+    patch, frames = fields.whole("patch_size"), fields.whole("temporal_patch_size")
+    channels, window = fields.whole("in_channels", "in_chans"), fields.whole("window_size")
+    fields.only("spatial_patch_size", patch, why="it is patch_size by another name")
+    fields.get("tokens_per_second")  # of videos
+    fields.only("out_hidden_size", decoder_dim, why="it is the hidden_size of the decoder")
+    if (features := window // merge // patch) < 1:
+        raise fields.refusal("window_size", window, f"at least {merge * patch} pixels are needed, one feature")
+    numbers = fields.get("fullatt_block_indexes")
+    if not isinstance(numbers, list) or not all(type(each) is int and each >= 0 for each in numbers):
+        raise fields.refusal("fullatt_block_indexes", numbers, "a list of layers is needed")
+    rope = fields.part("rope_parameters", {"rope_type": "axial", "rope_theta": 10_000.0})
+    rope.only("rope_type", "axial", why="patches turn by their rows and columns")
+    vision = VisionConfig(
+        hidden=hidden,
+        num_layers=layers,
+        num_heads=fields.whole("num_heads"),
+        mlp_dim=fields.whole("intermediate_size"),
+        activation=fields.choice("hidden_act", {**_HUB_ACTIVATIONS, "silu": "silu"}),
+        gated_mlp=True,
+        norm="rms_norm",
+        norm_eps=1e-6,  # whatever the decoder's norms add
+        patch_dim=channels * patch**2,
+        patch_frames=frames,
+        patch_bias=False,
+        rotary_theta=rope.number("rope_theta"),
+        window=features * merge,
+        global_layers=tuple(sorted({number for number in numbers if number < layers})),
+        param_dtype=dtype,
+        compute_dtype=dtype,
+    )
+    rope.finish()
+    fields.finish()
+    return (
+        vision,
+        ProjectorConfig(patches_per_feature=merge**2, mlp_dim=hidden * merge**2),
+        video_kernel(channels, frames, patch),
+    )
+
+
 def _read_sizes(fields: ConfigFields) -> tuple[dict[str, Any], Transform]:
     patch_height, patch_width = _pair(fields, "patch_size")
     channels = fields.whole("num_channels")
@@ -254,7 +327,7 @@ def _from_the_end(fields: ConfigFields, layer: Any, num_layers: int) -> int:
 
 DECODER_PREFIX = "language_model."
 """The prefix of the decoder's names in files of the hub."""
-INTERNVL = "internvl"
+INTERNVL, QWEN_VL = "internvl", "qwen2_5_vl"
 _STRATEGY, _FEATURE_LAYER, _TIED = "vision_feature_select_strategy", "vision_feature_layer", "tie_word_embeddings"
 _LLAVA_DEFAULTS: dict[str, Any] = {
     "projector_hidden_act": "gelu",
@@ -356,9 +429,94 @@ def _read_internvl(config: Mapping[str, Any], where: str, *, has_head: bool | No
     return sections, names, (*norm, *_layers_behind(vision, _TOWER + "encoder.layer."))
 
 
+_QWEN_VISION_DEFAULTS: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_QWEN_DECODER = replace(
+    DECODER_FAMILIES["qwen2"],
+    defaults={
+        **DECODER_FAMILIES["qwen2"].defaults,
+        "vocab_size": 152_064,
+        "hidden_size": 8192,
+        "intermediate_size": 29_568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_window_layers": 80,
+    },
+)
+_QWEN_SECTIONS = [16, 24, 24]
+_QWEN_TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
+
+
+def _read_qwen_vl(config: Mapping[str, Any], where: str, *, has_head: bool | None, dtype: str) -> ReadModel:
+    whole = ConfigFields(config, where, {})
+    parts = ("vision_config", *_QWEN_TOKENS, "image_token_id", _TIED)
+    text, inside = config.get("text_config"), f"{where}: text_config"
+    if text is None:  # older files have the decoder's fields beside these
+        text, inside = {name: value for name, value in config.items() if name not in parts}, where
+        for name in text:
+            whole.get(name)
+    elif isinstance(text, dict):  # some files have them in both places
+        for name in (name for name, value in config.items() if name in text and text[name] == value):
+            whole.get(name)
+    whole.part("text_config")  # refused if it is no object
+    for name in parts:
+        whole.get(name)
+    vision_fields = whole.part("vision_config", _QWEN_VISION_DEFAULTS)
+    vision_fields.only("model_type", QWEN_VL, f"{QWEN_VL}_vision", why="models of this family see by their own tower")
+    whole.finish()
+    text, sections = _without_sections(text, inside)
+    fields = ConfigFields(text, inside, _QWEN_DECODER.defaults)
+    fields.only("model_type", QWEN_VL, f"{QWEN_VL}_text", why="models of this family have their own decoder")
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    fields.only("head_dim", hidden // heads, why="in this family it is hidden_size / num_attention_heads")
+    tied = (whole.flag(_TIED) or fields.flag(_TIED)) and not has_head
+    decoder = read_decoder(fields, _QWEN_DECODER, tied=tied, dtype=dtype)
+    decoder = replace(decoder, variant=LayerVariant(rope_sections=sections))
+    vision, projector, patches = _read_qwen_tower(vision_fields, decoder_dim=hidden, dtype=dtype)
+    names = {**_qwen_names(patches), **prefixed(_QWEN_DECODER.names, "decoder.", "")}
+    return ModelSections(model=decoder, vision=vision, projector=projector), names, ()
+
+
+def _without_sections(text: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Returns the fields of a decoder as Qwen2 has them, and the sections of its rotary wavelengths."""
+    values, sections = dict(text), list[Any]()
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := values.get(name), dict):
+            rope = values[name] = dict(rope)
+            sections.append(rope.pop("mrope_section", _QWEN_SECTIONS))
+            for key in ("rope_type", "type"):
+                if rope.get(key) == "mrope":
+                    rope[key] = "default"
+    found = sections[0] if sections else _QWEN_SECTIONS
+    is_known = isinstance(found, list) and len(found) == 3 and all(type(each) is int and each >= 0 for each in found)
+    if not is_known or any(other != found for other in sections):
+        raise ValueError(f"{where}: mrope_section is {shown(found)}: three numbers of rotary wavelengths are needed")
+    return values, tuple(found)
+
+
 VISION_LANGUAGE_FAMILIES: dict[str, tuple[str, Callable[..., ReadModel], tuple[tuple[str, str], ...]]] = {
     "llava": ("LlavaForConditionalGeneration", _read_llava, (*_NEWER_CLIP, *_NEWER)),
     INTERNVL: ("InternVLForConditionalGeneration", _read_internvl, _NEWER),
+    QWEN_VL: (
+        "Qwen2_5_VLForConditionalGeneration",
+        _read_qwen_vl,
+        (("model.visual.", "visual."), ("model.language_model.", "model.")),
+    ),
 }
 """All families by ``model_type``: the architecture, the function that reads the configuration (raising ValueError with
 the field's name), and prefixes of newer names of tensors with the older ones."""

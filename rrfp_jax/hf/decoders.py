@@ -31,8 +31,8 @@ from rrfp_jax.hf._tensor_names import (
     TRANSPOSED_FLOAT32,
     NameTable,
     every_second,
-    half_of_rows,
     linears_and_norms,
+    part_of_joined,
 )
 from rrfp_jax.models.config import (
     LINEAR_ROPE,
@@ -363,8 +363,8 @@ _GLM = DecoderFamily(
     names={
         **_DECODER,
         **_QKV_BIAS,
-        "layers.N.mlp.gate.kernel": (half_of_rows(0), _LAYER + "mlp.gate_up_proj.weight"),
-        "layers.N.mlp.up.kernel": (half_of_rows(1), _LAYER + "mlp.gate_up_proj.weight"),
+        "layers.N.mlp.gate.kernel": (part_of_joined(0, (0, 1)), _LAYER + "mlp.gate_up_proj.weight"),
+        "layers.N.mlp.up.kernel": (part_of_joined(1, (0, 1)), _LAYER + "mlp.gate_up_proj.weight"),
         "layers.N.mlp.down.kernel": (TRANSPOSED, _LAYER + "mlp.down_proj.weight"),
     },
     defaults={

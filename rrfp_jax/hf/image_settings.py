@@ -2,7 +2,8 @@
 
 ``preprocessor_config.json``, or ``image_processor`` in ``processor_config.json``, holds the steps of image processors
 of transformers, one after the other: resize, crop the middle, scale, subtract and divide. ``config.json`` says which
-token stands for a feature, and ``tokenizer_config.json`` which tokens InternVL puts around an image.
+token stands for a feature, and ``tokenizer_config.json`` which tokens InternVL puts around an image. Those of
+Qwen2.5-VL have one name everywhere.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 from rrfp_jax.data.images import ImageTokens
 from rrfp_jax.hf._config_fields import ConfigFields
-from rrfp_jax.hf._vision_language import INTERNVL
+from rrfp_jax.hf._vision_language import INTERNVL, QWEN_VL
 from rrfp_jax.hf.tensor_files import read_json
 from rrfp_jax.models.vision_config import VisionConfig
 
@@ -22,6 +23,7 @@ _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_p
 _FILTERS = range(6)  # Pillow's numbers of filters
 # The tokens around the features of an image, by the fields of the tokenizer that may name others.
 _AROUND_IMAGES = {"start_image_token": "<img>", "end_image_token": "</img>"}
+_QWEN_MARKS = "<|vision_start|>", "<|vision_end|>"
 ImageSize = tuple[int, int]
 """Height and width, in pixels."""
 
@@ -104,6 +106,8 @@ def read_image_tokens(carried: Path) -> ImageTokens:
         raise ValueError(
             f"{where}: image_token_id is {token!r}: the number of the token that stands for an image is needed"
         )
+    if config.get("model_type") == QWEN_VL:
+        return ImageTokens(feature=token, before=_QWEN_MARKS[0], behind=_QWEN_MARKS[1], are_in_chats=True)
     if config.get("model_type") != INTERNVL:
         return ImageTokens(feature=token)
     path = carried / "tokenizer_config.json"

@@ -72,13 +72,15 @@ def inv_freq(half: int, theta: float, scaling: RopeScaling | None = None) -> NDA
 
 
 def rope_tables(
-    positions: jax.Array, half: int, theta: float, scaling: RopeScaling | None = None
+    positions: jax.Array, half: int, theta: float, scaling: RopeScaling | None = None, *, by_wave: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sine and cosine of the angles at ``positions``, float32 ``[..., 1, half]``, the 1 for heads.
 
-    Both are multiplied by the ``attention_factor`` of a scaling that has one.
+    With ``by_wave`` each wave has a position of its own, ``[..., half]``. Both results are multiplied by the
+    ``attention_factor`` of a scaling that has one.
     """
-    angles = positions.astype(jnp.float32)[..., None, None] * inv_freq(half, theta, scaling)
+    positions = positions.astype(jnp.float32) if by_wave else positions.astype(jnp.float32)[..., None]
+    angles = positions[..., None, :] * inv_freq(half, theta, scaling)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if scaling is None or scaling.attention_factor is None:
         return sin, cos
@@ -134,14 +136,23 @@ def row_info(
     need none.
 
     ``positions`` and ``segments``, both int ``[batch, length]``, are those of packed rows: each token's position in its
-    segment, and the segment's id. With a ``cut`` they come in the order that it gives to positions.
+    segment, and the segment's id. With a ``cut`` they come in the order that it gives to positions. Where the model has
+    ``rope_sections``, ``positions`` are ``[batch, length, 3]``.
     """
-    order = sequence_order(config, cut)
+    order, sections, by_wave = sequence_order(config, cut), config.layer_variant.rope_sections, False
     if positions is None:
         if cut is None and not start:
             return None
         positions = (start + jnp.arange(length) if order is None else jnp.asarray(order(length)))[None]
-    sin, cos = rope_tables(positions, config.rotary_dim // 2, *config.rope(is_global=is_global))
+    elif sections is not None:
+        if positions.ndim != 3 or positions.shape[-1] != len(sections):
+            raise ValueError(
+                f"positions have shape {positions.shape}, and a model with rope_sections reads three of each token: "
+                "its place in time, its row and its column, [rows, length, 3]"
+            )
+        # to each wave the position by which it turns
+        positions, by_wave = positions[..., np.repeat(np.arange(len(sections)), sections)], True
+    sin, cos = rope_tables(positions, config.rotary_dim // 2, *config.rope(is_global=is_global), by_wave=by_wave)
     return RowInfo(sin, cos, segments, cut, order)
 
 

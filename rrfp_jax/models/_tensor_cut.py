@@ -91,7 +91,7 @@ def _decoder_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> _Layer
 
 
 def _encoder_cut(config: EncoderConfig, num_shards: int) -> _LayerCut:
-    cut = _product_pair("mlp.fc1", "mlp.fc2")
+    cut = _product_pair("mlp.fc1", "mlp.fc2") | _product_pair("mlp.gate", "mlp.down") | _by_columns("mlp", "up")
     # a head that lies on two devices would need a sum within attention
     if config.num_heads % num_shards == 0:
         for name in ("query", "key", "value"):

@@ -167,7 +167,7 @@ class LayerVariant:
 
     Gemma 3 is ``activation: gelu_tanh`` with ``norm_offset``, ``post_norms``, ``scaled_embedding`` and a
     ``query_scalar``; GPT-OSS has ``sinks`` and ``output_bias``; GLM-4 has ``rotary_dim``, ``interleaved`` and
-    ``post_norms``.
+    ``post_norms``; the decoder of Qwen2.5-VL has ``rope_sections``.
 
     Raises ValueError, with the remedy, for an activation that is not known and for numbers out of range.
     """
@@ -192,6 +192,9 @@ class LayerVariant:
     """Number of the first dims of a head that positions turn, even; None: all."""
     interleaved: bool = False
     """Whether a rotary embedding turns neighbouring dims; false: dims half of all turned ones apart."""
+    rope_sections: tuple[int, ...] | None = None
+    """Numbers of rotary wavelengths, of all in turn, that turn by a token's place in time, by its row and by its
+    column: three places that differ within an image. None: a token has one place."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -201,6 +204,8 @@ class LayerVariant:
         )
         if self.activation not in MLP_ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}: give one of {', '.join(MLP_ACTIVATIONS)}")
+        if self.rope_sections is not None and (len(self.rope_sections) != 3 or min(self.rope_sections) < 0):
+            raise ValueError(f"rope_sections is {list(self.rope_sections)}: give three numbers of wavelengths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,6 +551,12 @@ class LanguageModelConfig:
                 f"heads are {self.size_per_head} wide, and rotary embeddings turn pairs: "
                 f"give an even head_dim, for example {self.size_per_head + 1}"
             )
+        sections = self.layer_variant.rope_sections
+        if sections is not None and 2 * sum(sections) != self.rotary_dim:
+            raise ValueError(
+                f"variant.rope_sections {list(sections)} are {sum(sections)} wavelengths, and heads of "
+                f"{self.rotary_dim} have {self.rotary_dim // 2}: give sections that add up to that"
+            )
 
     def _check_latent(self, latent: LatentAttentionConfig) -> None:
         given = {
@@ -564,6 +575,7 @@ class LanguageModelConfig:
             "global_layers": self.global_layers is not None,
             "variant.query_scalar": self.layer_variant.query_scalar is not None,
             "variant.sinks": self.layer_variant.sinks,
+            "variant.rope_sections": self.layer_variant.rope_sections is not None,
             "variant.output_bias": self.layer_variant.output_bias,
             "variant.rotary_dim": self.layer_variant.rotary_dim is not None,
             "variant.interleaved": self.layer_variant.interleaved,

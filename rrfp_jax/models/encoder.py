@@ -1,10 +1,12 @@
 """Encoders of pictures and sounds, from the stem that makes vectors to the projector behind them.
 
 The names of the transformer's parameters are those of CLIP, SigLIP and InternViT, with ``attention`` and ``mlp`` as in
-the decoder: query, key, value and output apart, ``fc1`` and ``fc2``.
+the decoder: query, key, value and output apart, ``fc1`` and ``fc2``, or ``gate``, ``up`` and ``down``.
 """
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from rrfp_jax.models._decoder import apply_rope, rope_tables
 from rrfp_jax.models._parts import ProjectorShape, activate, layer_norm, learned, projection, rms_norm
 from rrfp_jax.models.attention import full_attention
 from rrfp_jax.models.vision_config import AudioConfig, EncoderConfig, VisionConfig
@@ -47,17 +50,19 @@ class PatchStem(nnx.Module):
     """The first layer of a vision transformer: patches of pixels, projected, each with its position.
 
     Equal images: position ``i`` of the table belongs to patch ``i``, after the class token's if there is one. Packed
-    rows: a patch gets the sum of its row's and its column's vector.
+    rows: a patch gets the sum of its row's and its column's vector, unless positions are rotary.
     """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
         self.patch_dim, self.num_patches = config.patch_dim, config.num_patches
         self.compute_dtype = jnp.dtype(config.compute_dtype)
-        self.projection = projection(config, config.patch_dim, config.hidden, rngs, use_bias=config.patch_bias)
+        self.frames, self.is_rotary = config.patch_frames, config.rotary_theta is not None
+        in_dim = config.patch_dim * self.frames
+        self.projection = projection(config, in_dim, config.hidden, rngs, use_bias=config.patch_bias)
         self.class_token = learned(config, (config.hidden,), rngs) if config.class_token else None
         if config.num_patches is not None:
             self.positions = learned(config, (config.num_patches + config.class_token, config.hidden), rngs)
-        else:
+        elif not self.is_rotary:
             assert config.max_rows is not None
             assert config.max_columns is not None
             self.row_positions = learned(config, (config.max_rows, config.hidden), rngs)
@@ -66,7 +71,7 @@ class PatchStem(nnx.Module):
     def __call__(self, leaves: dict[str, jax.Array]) -> jax.Array:
         """Maps ``patches`` float ``[images, patches, patch_dim]`` to ``[images, patches (+ class token), hidden]``.
 
-        Packed rows: reads also ``patch_rows`` and ``patch_columns``, int ``[images, patches]``.
+        Packed rows with learned positions: reads also ``patch_rows`` and ``patch_columns``, int ``[images, patches]``.
         """
         patches = leaves["patches"]
         wanted = patches.shape[1] if self.num_patches is None else self.num_patches
@@ -75,7 +80,9 @@ class PatchStem(nnx.Module):
                 f"patches have shape {patches.shape} but the encoder takes [images, {wanted}, {self.patch_dim}]: "
                 "cut images as num_patches and patch_dim say"
             )
-        x = self.projection(patches)
+        x = self.projection(jnp.tile(patches, self.frames) if self.frames > 1 else patches)
+        if self.is_rotary:
+            return x
         if self.num_patches is None:
             # images of many sizes share these tables
             rows = jnp.take(self.row_positions[...], leaves["patch_rows"], axis=0)
@@ -135,11 +142,54 @@ def encoder_norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.Module:
     return make(config, config.hidden, rngs)
 
 
-class _EncoderAttention(nnx.Module):
-    """Every position attends to every other of its segment, ``[rows, length, hidden]`` to the same."""
+class PatchPlaces(NamedTuple):
+    """Segments and positions of packed rows, made once for all layers of a chunk."""
 
-    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
-        self.num_heads = config.num_heads
+    segments: jax.Array | None = None
+    """Segment ids, int32 ``[rows, length]``. None: a row is one segment."""
+    windows: jax.Array | None = None
+    """Ids of the squares of patches within which layers with a window attend, int32 ``[rows, length]``."""
+    tables: tuple[jax.Array, jax.Array] | None = None
+    """Sine and cosine of the rotary angles, float32 ``[rows, length, 1, head_dim / 2]``; None: none turns anything."""
+
+
+_ONE_SEGMENT = PatchPlaces()
+
+
+def patch_places(config: VisionConfig, segments: jax.Array, rows: jax.Array, columns: jax.Array) -> PatchPlaces:
+    """Returns the places of packed patches by their images and their rows and columns in these, all int32 ``[rows,
+    length]``."""
+    windows = tables = None
+    if config.window is not None:
+        windows = _window_ids(segments, rows // config.window, columns // config.window)
+    if config.rotary_theta is not None:
+        quarter = config.hidden // config.num_heads // 4
+        of_both = (rope_tables(places, quarter, config.rotary_theta) for places in (rows, columns))
+        sin, cos = (jnp.concatenate(pair, axis=-1) for pair in zip(*of_both, strict=True))
+        tables = sin, cos
+    return PatchPlaces(segments, windows, tables)
+
+
+def _window_ids(segments: jax.Array, down: jax.Array, across: jax.Array) -> jax.Array:
+    """Returns an id for each window of each image in a row, 0 for padding.
+
+    Ids are the number of the image's first patch, plus that of the window in the image. An image has no more windows
+    than patches, so no two windows get one id, and ids stay as small as rows are long.
+    """
+    length = segments.shape[1]
+    at = jnp.broadcast_to(jnp.arange(length), segments.shape)
+    begins = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    first = jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+    widest = jax.vmap(partial(jax.ops.segment_max, num_segments=length))(across + 1, first)
+    number = down * jnp.take_along_axis(widest, first, axis=1) + across
+    return jnp.where(segments == 0, 0, 1 + first + number)
+
+
+class _EncoderAttention(nnx.Module):
+    """Every position attends to every other of its segment or window, ``[rows, length, hidden]`` to the same."""
+
+    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs, *, is_global: bool) -> None:
+        self.num_heads, self.is_global = config.num_heads, is_global
         self.query, self.key, self.value = (
             projection(config, config.hidden, config.hidden, rngs, use_bias=config.qkv_bias) for _ in range(3)
         )
@@ -147,13 +197,17 @@ class _EncoderAttention(nnx.Module):
         self.query_norm = rms_norm(config, config.hidden, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, config.hidden, rngs) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        """Maps ``[rows, length, hidden]`` to the same shape and dtype; ``segments`` are those of packed rows."""
+    def __call__(self, x: jax.Array, places: PatchPlaces) -> jax.Array:
+        """Maps ``[rows, length, hidden]`` to the same shape and dtype."""
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        heads = (part.reshape(*x.shape[:-1], self.num_heads, -1) for part in (query, key, value))
-        return self.output(checkpoint_name(full_attention(*heads, segments=segments).reshape(x.shape), "attention"))
+        query, key, value = (part.reshape(*x.shape[:-1], self.num_heads, -1) for part in (query, key, value))
+        if places.tables is not None:
+            query, key = (apply_rope(part, *places.tables) for part in (query, key))
+        segments = places.segments if self.is_global else places.windows
+        mixed = full_attention(query, key, value, segments=segments)
+        return self.output(checkpoint_name(mixed.reshape(x.shape), "attention"))
 
 
 class _EncoderMLP(nnx.Module):
@@ -169,14 +223,27 @@ class _EncoderMLP(nnx.Module):
         return self.fc2(activate(self.activation, self.fc1(x)))
 
 
+class _GatedEncoderMLP(nnx.Module):
+    """The MLP of an encoder as ``down(activation(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
+
+    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
+        self.activation = config.activation
+        self.gate, self.up = (projection(config, config.hidden, config.mlp_dim, rngs, use_bias=True) for _ in range(2))
+        self.down = projection(config, config.mlp_dim, config.hidden, rngs, to_residual=True, use_bias=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[..., hidden]`` to the same shape, in the compute dtype."""
+        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
+
+
 class EncoderLayer(nnx.Module):
     """Attention, then the MLP, each on a normalised input, scaled by channel where asked, and added to the stream."""
 
-    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs, *, is_global: bool = True) -> None:
         self.attention_norm = encoder_norm(config, rngs)
-        self.attention = _EncoderAttention(config, rngs)
+        self.attention = _EncoderAttention(config, rngs, is_global=is_global)
         self.mlp_norm = encoder_norm(config, rngs)
-        self.mlp = _EncoderMLP(config, rngs)
+        self.mlp = (_GatedEncoderMLP if config.gated_mlp else _EncoderMLP)(config, rngs)
         self.attention_scale, self.mlp_scale = (
             None
             if config.layer_scale is None
@@ -184,10 +251,16 @@ class EncoderLayer(nnx.Module):
             for _ in range(2)
         )
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        """Maps ``[rows, length, hidden]`` to the same shape and dtype; ``segments`` are those of packed rows."""
-        x = x + _scaled(self.attention(self.attention_norm(x), segments), self.attention_scale)
+    def __call__(self, x: jax.Array, places: PatchPlaces = _ONE_SEGMENT) -> jax.Array:
+        """Maps ``[rows, length, hidden]`` to the same shape and dtype; ``places`` are those of packed rows."""
+        x = x + _scaled(self.attention(self.attention_norm(x), places), self.attention_scale)
         return x + _scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
+
+
+@cache
+def encoder_layer(*, is_global: bool) -> Callable[[EncoderConfig, nnx.Rngs], EncoderLayer]:
+    """Returns the function that makes a layer of an encoder, with a window or without."""
+    return partial(EncoderLayer, is_global=is_global)
 
 
 def _scaled(x: jax.Array, scale: nnx.Param | None) -> jax.Array:

@@ -179,7 +179,7 @@ class LanguageModel:
 
         ``packed`` is for rows that hold several samples: every chunk with attention also reads ``positions`` and
         ``segments``, int32 ``[batch, length]``. A token attends only to tokens with its own segment id, and positions
-        begin anew in each segment; padding is segment 0.
+        begin anew in each segment; padding is segment 0. With ``rope_sections`` positions are ``[batch, length, 3]``.
 
         ``context`` is for stages whose mesh has an axis of that name: positions are dealt out over its devices so that
         all compute equally much, and attention works across the cuts. Batches stay in their natural order;
@@ -330,7 +330,9 @@ def decoder_chunk(
     if plan.embedding or ahead is not None:
         leaves.append("tokens")
     leaves += indices
-    if packed and has_attention:
+    # behind an encoder, such positions depend on the images
+    has_positions = packed or (bool(prefix) and config.layer_variant.rope_sections is not None)
+    if has_positions and has_attention:
         leaves.append("positions")
     if packed and (has_attention or has_experts or counts_answers):
         leaves.append("segments")
@@ -347,6 +349,7 @@ def decoder_chunk(
         is_last=plan.head,
         gives_logits=gives_logits,
         packed=packed,
+        has_positions=has_positions,
         num_sparse=config.num_sparse_layers + config.num_sparse_layers_ahead if has_router_loss else 0,
         counts_routes=counts_routes,
         z_loss=config.z_loss,
@@ -387,6 +390,7 @@ def _run(
     is_last: bool,
     gives_logits: bool,
     packed: bool,
+    has_positions: bool,
     num_sparse: int,
     counts_routes: bool,
     z_loss: float,
@@ -417,9 +421,9 @@ def _run(
 
     length, start = hidden.shape[1], sum(held.keys.shape[1] for held in earlier[0]) if earlier else 0
     with_rows = [*attending, *further]
-    packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed and with_rows else {}
+    of_rows = {name: leaves[name] for name in ("positions",) * has_positions + ("segments",) * packed if with_rows}
     rows = {
-        is_global: row_info(with_rows[0].config, length, is_global=is_global, start=start, cut=context, **packed_rows)
+        is_global: row_info(with_rows[0].config, length, is_global=is_global, start=start, cut=context, **of_rows)
         for is_global in {layer.is_global for layer in with_rows}
     }
     has_experts = any(layer.is_sparse for layer in (*layers, *further))

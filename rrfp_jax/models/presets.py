@@ -234,7 +234,8 @@ def sizes_of(config: VisionLanguageConfig) -> ModelPair:
             num_layers=vision.num_layers_run,
             num_heads=vision.num_heads,
             mlp_dim=vision.mlp_dim,
-            patch_dim=vision.patch_dim,
+            patch_dim=vision.patch_dim * vision.patch_frames,
+            is_gated=vision.gated_mlp,
         ),
         projector=ProjectorSizes(
             in_dim=projector.patches_per_feature * vision.hidden,

@@ -1,22 +1,26 @@
 """The shapes of encoders, projectors, and a model that reads text and pictures: validated records, pure data.
 
-One transformer serves pictures and sound; only the stem that turns its input into vectors differs. CLIP, SigLIP and
-InternViT are values of :class:`VisionConfig`:
+One transformer serves pictures and sound; only the stem that turns its input into vectors differs. CLIP, SigLIP,
+InternViT and the tower of Qwen2.5-VL are values of :class:`VisionConfig`:
 
-=================  ==============  ==============  ==============
-field              CLIP            SigLIP          InternViT
-=================  ==============  ==============  ==============
-class_token        True            False           True
-patch_bias         False           True            True
-pre_norm           True            False           False
-activation         quick_gelu      gelu_tanh       gelu
-qkv_bias           True            True            False (6B)
-qk_norm            False           False           True (6B)
-layer_scale        None            None            0.1
-norm               layer_norm      layer_norm      rms_norm (6B)
-final_norm         False           as used         False
-feature_layer      -2 in LLaVA     -1              -1
-=================  ==============  ==============  ==============
+=================  ==============  ==============  ==============  ==============
+field              CLIP            SigLIP          InternViT       Qwen2.5-VL
+=================  ==============  ==============  ==============  ==============
+class_token        True            False           True            False
+patch_bias         False           True            True            False
+pre_norm           True            False           False           False
+activation         quick_gelu      gelu_tanh       gelu            silu
+gated_mlp          False           False           False           True
+qkv_bias           True            True            False (6B)      True
+qk_norm            False           False           True (6B)       False
+layer_scale        None            None            0.1             None
+norm               layer_norm      layer_norm      rms_norm (6B)   rms_norm
+final_norm         False           as used         False           True
+feature_layer      -2 in LLaVA     -1              -1              -1
+rotary_theta       None            None            None            10000
+patch_frames       1               1               1               2
+window             None            None            None            8
+=================  ==============  ==============  ==============  ==============
 
 The sections ``vision`` and ``projector`` of a configuration name a kind, sizes, and the fields that differ from the
 kind (:data:`VISION_KINDS`, :data:`PROJECTOR_KINDS`); :func:`encoder_values` makes a record of them.
@@ -32,8 +36,9 @@ import numpy as np
 from rrfp_jax.field_rules import check_fields, check_types
 from rrfp_jax.models.config import ABOVE_0, LanguageModelConfig, check_dtypes
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
-"""Activations of an MLP: the error function's GELU; its approximation by tanh; and ``x * sigmoid(1.702 x)``."""
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
+"""Activations of an MLP: the error function's GELU; its approximation by tanh; ``x * sigmoid(1.702 x)``; and ``x *
+sigmoid(x)``."""
 NORMS = ("layer_norm", "rms_norm")
 ENCODER, OWN_CHUNK, DECODER = "encoder", "own", "decoder"
 PROJECTOR_PLACES = (ENCODER, OWN_CHUNK, DECODER)
@@ -63,6 +68,8 @@ class EncoderConfig:
     """Inner width of the MLP."""
     activation: str = "gelu"
     """The activation of the MLP."""
+    gated_mlp: bool = False
+    """Whether the MLP is ``down(activation(gate(x)) * up(x))``, as in the decoder but with biases."""
     norm: str = "layer_norm"
     """The norm before attention, before the MLP and at the end."""
     norm_eps: float = 1e-6
@@ -118,7 +125,8 @@ class EncoderConfig:
     def num_layer_params(self) -> int:
         """Returns the number of parameters of one layer."""
         attention = 4 * self.hidden**2 + self.hidden * (3 * self.qkv_bias + 1 + 2 * self.qk_norm)
-        mlp = 2 * self.hidden * self.mlp_dim + self.mlp_dim + self.hidden
+        num_inner = 2 if self.gated_mlp else 1
+        mlp = (num_inner + 1) * self.hidden * self.mlp_dim + num_inner * self.mlp_dim + self.hidden
         scales = 0 if self.layer_scale is None else 2 * self.hidden
         return attention + mlp + scales + 2 * self.num_norm_params
 
@@ -143,6 +151,17 @@ class VisionConfig(EncoderConfig):
     """Rows of patches that the tallest image has, for packed rows: positions are learned by row and by column."""
     max_columns: int | None = None
     """Columns of patches that the widest image has, for packed rows."""
+    rotary_theta: float | None = None
+    """Base of the wavelengths by which a patch's row turns one half of each head's pairs of dims, and its column the
+    other, for packed rows of images of any size. None: positions are learned."""
+    window: int | None = None
+    """Rows and columns of patches of the squares, counted from an image's first patch, within which patches attend to
+    each other. None: a patch attends to its whole image."""
+    global_layers: tuple[int, ...] = ()
+    """Layers without a ``window`` where the others have one, counted from 0."""
+    patch_frames: int = 1
+    """Pictures that a patch of a video spans, each with a part of the projection's matrix. An image is so many equal
+    pictures."""
     patch_bias: bool = True
     """Whether the projection of patches has a bias."""
     class_token: bool = False
@@ -153,24 +172,50 @@ class VisionConfig(EncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, ABOVE_0, "patch_dim", "num_patches", "max_rows", "max_columns")
+        check_fields(self, ABOVE_0, "rotary_theta", "window", "patch_frames")
         is_equal = self.num_patches is not None
-        if (self.max_rows is None, self.max_columns is None) != (is_equal, is_equal):
+        if self.rotary_theta is not None:
+            self._check_rotary()
+        elif (self.max_rows is None, self.max_columns is None) != (is_equal, is_equal):
             raise ValueError(
                 "positions of patches are not settled: give num_patches for equal images, "
-                "or both max_rows and max_columns for packed ones"
+                "or both max_rows and max_columns for packed ones, or rotary_theta"
             )
+        if self.window is not None and not self.is_packed:
+            raise ValueError("a window goes by the rows and columns of packed images: leave it out, or num_patches")
+        absent = [layer for layer in self.global_layers if not 0 <= layer < self.num_layers]
+        if absent or (self.global_layers and self.window is None):
+            what = f"names layer {absent[0]} of {self.num_layers}" if absent else "is for layers with a window"
+            raise ValueError(f"global_layers {what}: give numbers of layers from 0 on, and a window of the others")
         if self.is_packed and self.class_token:
             raise ValueError("packed rows hold several images and have no place for a class token: leave it out")
+
+    def _check_rotary(self) -> None:
+        if (self.num_patches, self.max_rows, self.max_columns) != (None, None, None):
+            raise ValueError("rotary_theta is for packed images of any size: leave num_patches or grid out")
+        if (width := self.hidden // self.num_heads) % 4:
+            raise ValueError(
+                f"heads are {width} wide, and rotary_theta turns two halves of pairs: give a multiple of 4"
+            )
 
     @property
     def is_packed(self) -> bool:
         """Whether a row may hold several images."""
         return self.num_patches is None
 
+    @property
+    def has_layers_of_places(self) -> bool:
+        """Whether layers read the rows and columns of patches: for rotary positions, or for a window."""
+        return self.rotary_theta is not None or self.window is not None
+
+    def is_global(self, layer: int) -> bool:
+        """Returns whether patches of a layer, counted from 0, attend to their whole image."""
+        return self.window is None or layer in self.global_layers
+
     def num_params(self) -> int:
         """Returns the number of parameters of the encoder, without the projector."""
         positions = (self.num_patches or 0) + self.class_token + (self.max_rows or 0) + (self.max_columns or 0)
-        patches = self.patch_dim + self.patch_bias + self.class_token + positions
+        patches = self.patch_frames * self.patch_dim + self.patch_bias + self.class_token + positions
         return self.hidden * patches + self.pre_norm * self.num_norm_params + self.num_layers_params()
 
 
@@ -406,6 +451,10 @@ VISION_KINDS: Mapping[str, Mapping[str, Any]] = {
     },
     "siglip": {"activation": "gelu_tanh"},
     "intern": {"class_token": True, "layer_scale": 0.1, "final_norm": False},
+    "qwen": {
+        **{"gated_mlp": True, "activation": "silu", "norm": "rms_norm", "patch_bias": False},
+        **{"rotary_theta": 10_000.0, "patch_frames": 2, "window": 8},
+    },
 }
 """Fields in which each kind of encoder differs from the defaults of :class:`VisionConfig`."""
 PROJECTOR_KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -420,8 +469,8 @@ class VisionSection:
     """The encoder of images, a vision transformer (Dosovitskiy et al. 2021)."""
 
     kind: str = "plain"
-    """The kind of the encoder, ``clip``, ``siglip``, ``intern`` or ``plain``, which decides its activation, norms,
-    biases, class token and feature layer."""
+    """The kind of the encoder, ``clip``, ``siglip``, ``intern``, ``qwen`` or ``plain``, which decides its activation,
+    norms, biases, positions, class token and feature layer."""
     hidden: int
     """The width of the residual stream."""
     num_layers: int
@@ -432,9 +481,9 @@ class VisionSection:
     """The inner width of the MLP."""
     patch_dim: int
     """The numbers of a patch: its pixels times the channels, 588 for 14 x 14 pixels of three colours."""
-    grid: int | tuple[int, ...]
+    grid: int | tuple[int, ...] | None = None
     """The patches of an image: their number where all images are alike, such as 256, or the most rows and columns where
-    rows pack images of several sizes, such as ``2,16``."""
+    rows pack images of several sizes, such as ``2,16``. None: of any size, for rotary positions."""
     overrides: dict[str, Any] | None = None
     """The fields of :class:`VisionConfig` in which the encoder differs from its kind, such as ``{feature_layer: -1,
     compute_dtype: bfloat16}``. None: none."""
@@ -473,13 +522,14 @@ def encoder_values(section: str, values: Mapping[str, Any]) -> tuple[Any, dict[s
 def encoder_section(section: str, record: VisionConfig | ProjectorConfig) -> dict[str, Any]:
     """Returns the section that becomes this record, by the kind from which it differs least."""
     kinds, of = _of(section)
-    values = asdict(record)
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(record).items()}
     defaults = {field.name: field.default for field in fields(of) if field.default is not MISSING}
+    defaults |= {key: list(value) for key, value in defaults.items() if isinstance(value, tuple)}
     own = {field.name for field in fields(VisionSection)}
     taken = {"kind": "", **{key: value for key, value in values.items() if section == "vision" and key in own}}
     if section == "vision":
-        alike = values["num_patches"]
-        taken["grid"] = [values["max_rows"], values["max_columns"]] if alike is None else alike
+        alike, of_rows = values["num_patches"], [values["max_rows"], values["max_columns"]]
+        taken["grid"] = alike if alike is not None else None if of_rows == [None, None] else of_rows
     rest = {key: value for key, value in values.items() if key not in taken and key not in _GRID}
 
     def differences(kind: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ features take the place of some tokens' vectors. That edge is optional: a microb
 encoder's chunks, and the decoder does not wait for anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,17 @@ import jax.numpy as jnp
 from rrfp_jax.models._parts import ProjectorShape
 from rrfp_jax.models._tensor_cut import vision_language_partition
 from rrfp_jax.models.cuts import ChunkContents, ContextCut, CutWords, plan_cut
-from rrfp_jax.models.encoder import EncoderLayer, FrameStem, PatchStem, PixelScale, Projector, encoder_norm
+from rrfp_jax.models.encoder import (
+    EncoderLayer,
+    FrameStem,
+    PatchPlaces,
+    PatchStem,
+    PixelScale,
+    Projector,
+    encoder_layer,
+    encoder_norm,
+    patch_places,
+)
 from rrfp_jax.models.flax_modules import NamedLayer, chunk_of
 from rrfp_jax.models.model import ChunkGraph, Merge, decoder_chunk, layer_name
 from rrfp_jax.models.vision_config import (
@@ -71,7 +81,8 @@ class VisionLanguageModel:
 
         Leaves: the first chunk of an encoder reads ``patches``, float ``[images, patches, patch_dim]``, or uint8 with
         ``pixels`` to scale them, and if the encoder is packed ``patch_rows`` and ``patch_columns``, int32 ``[images,
-        patches]``; all its chunks with layers then also read ``patch_segments``. An encoder of sounds reads ``frames``,
+        patches]``; all its chunks with layers then also read ``patch_segments``, and with rotary positions or windows
+        these two too. An encoder of sounds reads ``frames``,
         float ``[clips, frames, bins]``, and ``frame_segments``.
         The decoder's first chunk reads ``tokens`` and, where the microbatch has features, ``image_index`` and
         ``audio_index``, int32 ``[batch, length]``: the number of the feature that takes the place of the token's own
@@ -116,14 +127,17 @@ class VisionLanguageModel:
         encoder, layers = modality.encoder, _encoder_layers(modality, plan)
         if plan.head and projector_in == ENCODER:
             layers.append(_projector(self.config, modality))
-        is_vision, has_layers = isinstance(encoder, VisionConfig), len(plan.layers) > 0
+        vision, has_layers = encoder if isinstance(encoder, VisionConfig) else None, len(plan.layers) > 0
         leaves = []
         if plan.embedding:
             leaves.append(modality.data_leaf)
-        if plan.embedding and encoder.is_packed and is_vision:
+        # layers with rotary positions or windows need places, and so does a stem with learned positions
+        reads_places = vision is not None and has_layers and vision.has_layers_of_places
+        learns_places = vision is not None and vision.is_packed and vision.rotary_theta is None
+        if reads_places or (learns_places and plan.embedding):
             leaves += ["patch_rows", "patch_columns"]
         # a stem of sounds counts positions within clips; attention needs the segments of both
-        if encoder.is_packed and (has_layers or (plan.embedding and not is_vision)):
+        if encoder.is_packed and (has_layers or (plan.embedding and vision is None)):
             leaves.append(modality.segments_leaf)
         run = partial(
             _run_encoder,
@@ -131,11 +145,12 @@ class VisionLanguageModel:
             pixels=pixels,
             segments=modality.segments_leaf if encoder.is_packed and has_layers else None,
             stride=encoder.frames_per_position if isinstance(encoder, AudioConfig) else 1,
+            places_of=partial(patch_places, vision) if vision is not None and reads_places else None,
             drops_first=plan.head and isinstance(encoder, VisionConfig) and encoder.class_token,
         )
         chunk = self._chunk(layers, run, f"{modality.name}: {plan.title}", tuple(leaves))
-        has_places = is_vision and plan.embedding and encoder.is_packed
-        return replace(chunk, check_leaves=partial(check_patch_places, self.config)) if has_places else chunk
+        has_table = learns_places and plan.embedding
+        return replace(chunk, check_leaves=partial(check_patch_places, self.config)) if has_table else chunk
 
     def _decoder_chunks(
         self, counts: Sequence[float] | None, projector_in: str, head_in: int, **options: Any
@@ -210,7 +225,12 @@ def _encoder_layers(modality: Modality, plan: ChunkContents) -> list[NamedLayer]
         if isinstance(config, VisionConfig) and config.pre_norm:
             layers.append(NamedLayer("pre_norm", f"{modality.name}.pre_norm", encoder_norm, config))
     layers += [
-        NamedLayer(layer_name(own), f"{modality.name}.{layer_name(layer)}", EncoderLayer, config)
+        NamedLayer(
+            layer_name(own),
+            f"{modality.name}.{layer_name(layer)}",
+            encoder_layer(is_global=not isinstance(config, VisionConfig) or config.is_global(layer)),
+            config,
+        )
         for own, layer in enumerate(plan.layers)
     ]
     if plan.head and config.final_norm:
@@ -227,10 +247,13 @@ def _run_encoder(
     pixels: PixelScale | None = None,
     segments: str | None = None,
     stride: int = 1,
+    places_of: Callable[..., PatchPlaces] | None = None,
     drops_first: bool = False,
 ) -> jax.Array:
     """Computes the layers in order; ``drops_first`` leaves the class token out of the features."""
-    x, ids = inputs, None if segments is None else leaves[segments][:, ::stride]
+    x, places = inputs, PatchPlaces(None if segments is None else leaves[segments][:, ::stride])
+    if places_of is not None:
+        places = places_of(places.segments, leaves["patch_rows"], leaves["patch_columns"])
     if stem is not None and leaves[stem].dtype == jnp.uint8:
         if pixels is None:
             raise ValueError(f"{stem} are bytes: give them as floats, or say by `pixels` how the encoder scales bytes")
@@ -240,7 +263,7 @@ def _run_encoder(
         if isinstance(module, Projector):
             x, drops_first = module(x[:, 1:] if drops_first else x), False
         elif isinstance(module, EncoderLayer):
-            x = one_layer(partial(module, segments=ids))(x)
+            x = one_layer(partial(module, places=places))(x)
         else:
             x = module(leaves if name == stem else x)
     return x[:, 1:] if drops_first else x

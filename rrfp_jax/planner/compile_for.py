@@ -194,7 +194,8 @@ def _buckets(config: TrainConfig, part: Part = TRAIN) -> tuple[list[dict[str, An
     shape = Shape(rows=rows, length=data.length, image_rows=rows, image_length=length)
     is_packed = data.image_size is None  # images of one size fill a row each
     dtype = np.float32 if pixel_scale(config) is None else np.uint8
-    leaves = leaves_of_images(shape, PatchFormat(config.vision.patch_dim, data.merge, is_packed, dtype))
+    has_grid = config.model.layer_variant.rope_sections is not None
+    leaves = leaves_of_images(shape, PatchFormat(config.vision.patch_dim, data.merge, is_packed, dtype, has_grid))
     return [leaves], (
         f"the data is not here: microbatches are taken to have {rows} rows of {data.length} tokens and {rows} rows of "
         f"{length} patches",

@@ -423,7 +423,7 @@ def encoder_layer_sizes(model: VisionLanguageConfig, way: StageRun) -> Iterator[
     c, is_cast, patches = FLOAT_BYTES[vision.compute_dtype], vision.compute_dtype != vision.param_dtype, way.own.patches
     parts = way.rows.patches / patches
     stem = dense_layer(
-        (vision.patch_dim, vision.hidden),
+        (vision.patch_dim * vision.patch_frames, vision.hidden),
         sizes.encoder.patches(way.rows.patches),
         num_params=vision.num_params() - vision.num_layers_params(),
         num_rows=patches,
@@ -481,8 +481,10 @@ def _encoder_widths(vision: VisionConfig, way: StageRun) -> Widths:
         key=vision.hidden // part,
         mlp=vision.mlp_dim // way.tensor,
         num_heads=vision.num_heads // part,
-        is_gated=False,
+        is_gated=vision.gated_mlp,
         normed_heads=2 * vision.hidden * vision.qk_norm,
-        mlp_kept=6 if vision.activation == "gelu_tanh" else 4,
-        biased=vision.mlp_dim // way.tensor + 2 * vision.hidden + 3 * vision.hidden // part * vision.qkv_bias,
+        mlp_kept=(6 if vision.activation == "gelu_tanh" else 4) + 2 * vision.gated_mlp,
+        biased=(1 + vision.gated_mlp) * (vision.mlp_dim // way.tensor)
+        + 2 * vision.hidden
+        + 3 * vision.hidden // part * vision.qkv_bias,
     )

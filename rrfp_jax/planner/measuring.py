@@ -125,7 +125,9 @@ def small_cut(config: TrainConfig, num_stages: int, *, many: int = MANY) -> Smal
         return SmallCut(chunks=_frozen(config, chunks), edges=None, layers=layers)
     vision = config.vision
     # Layers that the model has but does not run stay, so that it takes the features of the same layer.
-    few = replace(vision, num_layers=_FEW + MANY + vision.num_layers - vision.num_layers_run)
+    # Those with a window and those without take the same time: both compute whole rows.
+    num_layers = _FEW + MANY + vision.num_layers - vision.num_layers_run
+    few = replace(vision, num_layers=num_layers, global_layers=())
     small = replace(config, model=model, vision=few)
     graph = vision_language_model(vision_language_config(small)).split(
         encoder_layers_per_chunk=[0, _FEW, MANY, 0],

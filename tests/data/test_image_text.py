@@ -385,7 +385,10 @@ def test_other_sizes_of_images_are_other_data(folder):
     [
         ("{", r"line 2 of .*data\.jsonl is not JSON \(.*\): mend or remove it"),
         ("[" * 100_000, r"line 2 of .*data\.jsonl is not JSON \(.*\): mend or remove it"),
-        ("[]", r"line 2 .* must be an object with text, or with prompt and target, and perhaps images"),
+        (
+            "[]",
+            r"line 2 .* must be an object with text, or with prompt and target, or with messages, and perhaps images",
+        ),
         ('{"prompt": "a"}', r"line 2 .* must be an object with text, or with prompt and target"),
         ('{"text": 3}', r"line 2 .* must hold text in its fields"),
         ('{"text": "a", "image": ["a.png"]}', r"line 2 .* has a field 'image', which is not read: call it images"),

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from tests.hf import hub_models
+from tests.hf import hub_models, hub_qwen_vl
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = "expected.safetensors"
@@ -129,6 +129,24 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl": ("internvl", {**_TOWER, "use_qk_norm": True, "norm_type": "rms_norm"}, {"tie_word_embeddings": False}),
 }
 """Kind, tower, and what else the model's configuration has."""
+_QWEN_VL: dict[str, Any] = {
+    "image_token_id": hub_qwen_vl.IMAGE,
+    "text_config": {
+        **{name: value for name, value in _SMALL.items() if name != "head_dim"},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [1, 0, 1]},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "intermediate_size": 5,
+        "in_channels": 1,
+        "patch_size": 2,
+        "window_size": 8,
+        "out_hidden_size": 8,
+        "fullatt_block_indexes": [1],
+    },
+}
 
 
 def main() -> None:
@@ -147,6 +165,11 @@ def main() -> None:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(tokens).long(), pixel_values=torch.tensor(pixels)).logits
         _write(model, GOLDEN / name, **leaves, logits=logits.numpy())
+    model = hub_qwen_vl.model_of(transformers.Qwen2_5_VLConfig(**_QWEN_VL), SEED)
+    given, leaves = hub_qwen_vl.seen(model, SEED)
+    with torch.no_grad():
+        logits = model(**given).logits
+    _write(model, GOLDEN / "qwen2_5_vl", **leaves, logits=logits.numpy())
 
 
 def _write(model: Any, folder: Path, **expected: Any) -> None:

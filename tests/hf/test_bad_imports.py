@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from rrfp_jax.data.images import ImageTokens
+from rrfp_jax.hf.image_settings import read_image_tokens
 from rrfp_jax.hf.importing import plan_import, write_import
 from tests.commands.running import run_code
 
@@ -116,6 +118,24 @@ REFUSED_FIELDS = [
     ("internvl", {"vision_config.norm_type": "group_norm"}, "norm_type is 'group_norm'"),
     ("internvl", {"vision_config.image_size": [6, 4]}, "6 patches"),
     ("internvl", {"vision_config.patch_size": [2, 2, 2]}, "patch_size is [2, 2, 2]"),
+    ("qwen2_5_vl", {"text_config.rope_parameters.mrope_section": [1, 1, 1]}, "rope_sections [1, 1, 1] are 3 waveleng"),
+    ("qwen2_5_vl", {"text_config.rope_parameters.mrope_section": [1, 1]}, "mrope_section is [1, 1]: three numbers"),
+    ("qwen2_5_vl", {"text_config.rope_parameters.rope_type": "dynamic"}, "rope_type is 'dynamic'"),
+    ("qwen2_5_vl", {"text_config.head_dim": 6}, "head_dim is 6"),
+    ("qwen2_5_vl", {"text_config.hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("qwen2_5_vl", {"text_config.model_type": "llama"}, "model_type is 'llama'"),
+    ("qwen2_5_vl", {"text_config": 3}, "text_config is 3: an object is needed"),
+    ("qwen2_5_vl", {"hidden_size": 12}, "hidden_size is 12: models here have nothing for this field"),
+    ("qwen2_5_vl", {"vision_config.out_hidden_size": 12}, "out_hidden_size is 12"),
+    ("qwen2_5_vl", {"vision_config.model_type": "qwen2_vl"}, "model_type is 'qwen2_vl'"),
+    ("qwen2_5_vl", {"vision_config.hidden_act": "relu"}, "hidden_act is 'relu'"),
+    ("qwen2_5_vl", {"vision_config.window_size": 3}, "window_size is 3: at least 4 pixels are needed"),
+    ("qwen2_5_vl", {"vision_config.fullatt_block_indexes": "all"}, "fullatt_block_indexes is 'all'"),
+    ("qwen2_5_vl", {"vision_config.rope_parameters.rope_type": "default"}, "rope_type is 'default'"),
+    ("qwen2_5_vl", {"vision_config.rope_parameters.factor": 2.0}, "factor is 2.0"),
+    ("qwen2_5_vl", {"vision_config.num_heads": 4}, "heads are 2 wide"),
+    ("qwen2_5_vl", {"vision_config.depth": 1000}, "num_hidden_layers of the tower is 1000"),
+    ("qwen2_5_vl", {"vision_config.deepstack_visual_indexes": [1]}, "deepstack_visual_indexes is [1]"),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "none of the 2 layers has experts"),
 ]
 
@@ -271,6 +291,33 @@ def test_the_names_in_memory_are_read_as_well(family: str, tmp_path: Path):
     tensors(source, lambda held: held.update({"vision_tower.odd.weight": np.ones(2, np.float32)}))
     with pytest.raises(ValueError, match=r"holds vision_tower\.odd\.weight, for which"):
         plan_import(source)
+
+
+def test_a_qwen_vl_is_read_in_its_older_and_newer_forms(tmp_path: Path):
+    source = copy_of("qwen2_5_vl", tmp_path / "theirs")
+    known = plan_import(source)
+
+    def rename(held: dict[str, np.ndarray]) -> None:
+        for name in [name for name in held if name != "lm_head.weight"]:
+            held["model." + name.replace("model.", "language_model.")] = held.pop(name)
+
+    tensors(source, rename)
+    assert plan_import(source).matches == known.matches
+    shown = ImageTokens(feature=1, before="<|vision_start|>", behind="<|vision_end|>", are_in_chats=True)
+    assert read_image_tokens(source) == shown
+    config = json.loads((source / "config.json").read_text())
+    text = config.pop("text_config")
+    del text["model_type"], text["layer_types"]
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    config["vision_config"] |= {"in_chans": config["vision_config"].pop("in_channels"), "model_type": "qwen2_5_vl"}
+    (source / "config.json").write_text(json.dumps({**text, **config}))  # as the files of the hub have it
+    assert plan_import(source).model.sections == known.model.sections
+    (source / "config.json").write_text(json.dumps({**text, **config, "text_config": {**text, "model_type": None}}))
+    assert plan_import(source).model.sections == known.model.sections
 
 
 def sharded(folder: Path) -> Path:

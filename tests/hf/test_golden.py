@@ -30,6 +30,7 @@ def test_all_families_are_there():
         "llava_clip",
         "llava_siglip",
         "internvl",
+        "qwen2_5_vl",
     } <= set(FAMILIES)
 
 

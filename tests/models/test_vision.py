@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.models import vision_language_model
-from rrfp_jax.models.encoder import PixelScale
+from rrfp_jax.data.packing import Grid, places_of
+from rrfp_jax.models import VisionConfig, vision_language_model
+from rrfp_jax.models.encoder import PixelScale, patch_places
 from tests.models.encoder_reference import CLIP, PACKED, make_leaves, small_model
 
 SCALES = [PixelScale((0.5,), (0.5,)), PixelScale((0.48, 0.46, 0.41), (0.27, 0.26, 0.28)), PixelScale((0.4,), (1, 2, 3))]
@@ -50,6 +51,24 @@ def test_an_encoder_reads_bytes_as_it_reads_floats(vision: Any) -> None:
     largest = max(np.abs(grad).max() for grad in expected)
     for grad, other in zip(grads, expected, strict=True):
         np.testing.assert_allclose(grad, other, rtol=0, atol=2e-6 * largest)
+
+
+def test_windows_have_ids_of_their_own() -> None:
+    grids, window = [[Grid(6, 10), Grid(4, 4), Grid(2, 2)], [Grid(12, 2), Grid(2, 12)]], 4
+    leaves = np.zeros((3, 2, 88), np.int32)
+    for row, images in enumerate(grids):
+        start = 0
+        for segment, grid in enumerate(images, 1):
+            at = slice(start, start := start + grid.num_patches)
+            leaves[0, row, at], leaves[1:, row, at] = segment, places_of(grid, 2)
+    config = VisionConfig(hidden=8, num_layers=1, num_heads=2, mlp_dim=8, patch_dim=4, rotary_theta=10.0, window=window)
+    found = np.asarray(patch_places(config, *leaves).windows)
+    places = np.stack([leaves[0], leaves[1] // window, leaves[2] // window], -1)
+    for row in range(2):
+        is_same = (places[row, :, None] == places[row]).all(-1)
+        assert ((found[row, :, None] == found[row]) == is_same).all()
+    assert ((found == 0) == (leaves[0] == 0)).all()
+    assert found.max() <= 88
 
 
 def test_bytes_that_no_scale_is_given_for_are_refused() -> None:

@@ -219,6 +219,11 @@ def evaluation_configs(config: TrainConfig) -> dict[str, tuple[TrainConfig, Part
 def _text(config: TrainConfig, part: Part, known: KnownModel) -> TextBytes | Tokens | OwnData:
     if config.vision is not None:
         raise ValueError(f"data of kind {config.data_kind} is text alone, and the model has vision: give image_text")
+    if config.has_segments and config.model.layer_variant.rope_sections is not None:
+        raise ValueError(
+            f"packed rows of {config.data_kind} have one position for each token, and model.variant.rope_sections "
+            "needs three: give image_text, or pack false"
+        )
     match config.data:
         case OwnDataConfig() as data:
             return OwnData(data, config.model.vocab_size, part)
@@ -248,6 +253,7 @@ def _images(config: TrainConfig, part: Part, known: KnownModel) -> ImageText:
         cut=cut_sizes(layout.mesh or {}, layout.encoder_mesh),
         num_replicas=layout.most_replicas,
         writer=_text_writer(data, known, sees=config.vision is not None),
+        has_grid_positions=config.model.layer_variant.rope_sections is not None,
     )
     if images.num_images and config.vision is None:
         raise ValueError(
@@ -305,6 +311,10 @@ def _check_sees(data: ImageTextConfig, config: TrainConfig, largest_grid: tuple[
             raise ValueError(f"{name} is {given}, and the data has {needed}: give {remedy}")
     rows, columns = largest_grid
     is_equal = data.image_size is not None
+    if vision.rotary_theta is not None:
+        if is_equal:
+            raise ValueError("vision.rotary_theta is for images of their own sizes: leave data.images image_size out")
+        return
     if is_equal != (vision.num_patches is not None):
         what = "images of one size" if is_equal else "images of different sizes"
         need = str(rows * columns) if is_equal else f"{rows},{columns}"

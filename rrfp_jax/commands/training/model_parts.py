@@ -197,6 +197,7 @@ def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
     :mod:`rrfp_jax.costs.flops` counts them.
     """
     layers = [layer for _, layer in _counted_layers(config)]
+    side = None if config.vision is None else config.vision.window
     return lambda contents: step_flops(
         layers,
         Amounts(
@@ -205,6 +206,7 @@ def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
             patches=contents.patches,
             patch_pairs=pairs(contents.patch_lengths.tolist()),
             near_pairs=pairs(contents.token_lengths.tolist(), config.model.sliding_window),
+            near_patch_pairs=pairs(contents.patch_lengths.tolist(), (side or 0) ** 2 or None),
         ),
     )
 
@@ -232,6 +234,7 @@ def batch_costs(config: TrainConfig, chunks: Sequence[Chunk], graph: PipelineGra
             patches=images * patches,
             patch_pairs=pairs([patches] * images),
             near_pairs=pairs([length] * rows, window),
+            near_patch_pairs=pairs([patches] * images),
         )
         costs = np.zeros((len(chunks), 3))
         for owner, tasks in zip(owners, chunk_flops(layers, [1] * len(layers), amounts), strict=True):
@@ -281,7 +284,11 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
         # Nothing lies before the patches, so they need no gradient of their input.
         add("vision.patches", lambda held: seen.encoder.patches(held.patches), returns_gradient=False)
         for number in range(config.vision.num_layers_run):
-            add(f"vision.layers.{number}", lambda held: seen.encoder.layer(held.patches, held.patch_pairs))
+            pairs_of = attrgetter("patch_pairs" if config.vision.is_global(number) else "near_patch_pairs")
+            add(
+                f"vision.layers.{number}",
+                lambda held, pairs_of=pairs_of: seen.encoder.layer(held.patches, pairs_of(held)),  # type: ignore[misc]
+            )
         add("projector", lambda held: seen.projector.whole(held.patches / merged))
     sizes, prefix = decoder_sizes(model), "" if config.vision is None else "decoder."
     add(f"{prefix}embedding", lambda _: Flops())
