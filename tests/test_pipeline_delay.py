@@ -87,10 +87,11 @@ def train(model: str = "untied", num_chunks: int = 4, *, spoilt: bool = False, *
 @pytest.mark.parametrize(
     ("model", "num_chunks", "options"),
     [
-        ("tied", 4, {"hint": "bfw"}),
+        ("untied", 2, {"placement": linear(2), "hint": "bfw"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("tied", 4, {"hint": "bfw"}),
                 ("untied", 4, {"window": 1}),
                 ("untied", 4, {"window": 3, "hint": "f-priority", "remat": "full"}),
                 ("tied", 4, {"placement": looped(2, 2), "hint": "bf-deep", "backward": "split"}),

@@ -128,6 +128,7 @@ def train(model: str, cut: str = "chain", stages: int = 4, **way: Any) -> tuple[
         return [metrics.result().loss for metrics in results], jax.tree.map(np.array, pipeline.params(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "way"),
     [

@@ -47,6 +47,7 @@ def test_training_is_that_of_the_plain_loop(name: str) -> None:
     assert_same_training(losses, params, *expected)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_order() -> None:
     """Those of replicas that hold the whole state may differ: XLA rounds otherwise in programs of other arrays."""
     batches, bits = batches_for(3), []
@@ -148,6 +149,7 @@ def test_a_run_is_resumed_with_other_shares(before: str, after: str, tmp_path: P
         saver.checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_share_goes_to_another_replica_with_its_state() -> None:
     """As after the loss of replica 1, which held shares 0 and 1."""
     stages: list[Any] = []

@@ -83,6 +83,7 @@ def train(pipeline: Pipeline, *, packed: bool = False) -> tuple[list[float], Any
         return [metrics.result().loss for metrics in results], jax.tree.map(np.array, pipeline.params(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "slices", "way"),
     [

@@ -100,6 +100,7 @@ def mine(s):
 """
 
 
+@pytest.mark.slow
 def test_emulate_tells_the_same_of_the_real_runtime(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     order = ("--schedule", f"{tmp_path / 'own.py'}:mine", "--consume", "strict")

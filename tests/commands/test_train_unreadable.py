@@ -56,6 +56,7 @@ def test_what_was_trained_is_saved_and_the_same_command_goes_on_once_the_data_is
     assert [row["step"] for row in rows_of(run)] == list(range(8))
 
 
+@pytest.mark.slow
 def test_what_the_system_refuses_once_ends_no_run(tmp_path: Path) -> None:
     path = config(tmp_path, arguments={"stale": [9]})
     ended = run_command("train", "--trust", "--config", path, "--run-dir", tmp_path / "run", "--steps", 4)
@@ -93,6 +94,7 @@ def test_a_data_set_that_iterates_goes_on_where_the_checkpoint_was(tmp_path: Pat
     assert len({*losses[1]}) == 12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("most", "told"), [(3, 3), (50, 8)])
 def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(most: int, told: int, tmp_path: Path) -> None:
     path = config(tmp_path, arguments={"weight": 0.0})

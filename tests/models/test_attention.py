@@ -130,6 +130,8 @@ def test_programs_of_gpu_presets_are_fused_and_keep_no_scores(preset: Path):
         assert not has_scores(plan, config.data.length)
         assert not has_scores(layer_plan(config, is_split=False), config.data.length)
         forward, backward = lowered(plan, plan.params, "cuda")
+    if config.model.layer_variant.sinks:  # cuDNN has none: own tiles compute them.
+        return
     assert "fmhaSoftmax" in forward
     assert "fmhaSoftmaxBackward" in backward
 

@@ -178,6 +178,7 @@ def test_a_node_whose_launcher_is_killed_ends_the_run():
     assert "ranks 2-3: not heard of" in nodes[0].text
 
 
+@pytest.mark.slow
 def test_ranks_that_somebody_else_starts_and_jax_detects():
     port, key = free_port(), RunKey.generate().environment()
     supervised = ("--supervise", "--processes", 2, "--head", f"127.0.0.1:{port}")

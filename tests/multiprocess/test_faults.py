@@ -211,6 +211,7 @@ def test_a_rank_of_a_stage_that_spans_several(number: int, tmp_path: Path) -> No
     assert "ranks 0, 2-3: code 5, lost another rank" in launcher.text
 
 
+@pytest.mark.slow
 def test_a_failed_training_run_leaves_its_report_and_its_last_events(tmp_path: Path) -> None:
     config = training_config(tmp_path, num_layers=2, steps=100_000, silence_deadline_s=SILENCE_S)
     folder = tmp_path / "run"

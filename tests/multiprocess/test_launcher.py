@@ -58,6 +58,7 @@ def test_the_code_of_the_first_to_fail_for_a_reason_of_its_own():
     assert "rank 2 (code 4, a task failed)" in run.own_lines()[0]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_end_by_themselves_are_ended():
     started_s = time.monotonic()
     arguments = ("--meet", "--fail", 0, 3, 0.3, "--stubborn", 1, "--run-s", 600)

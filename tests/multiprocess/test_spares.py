@@ -42,6 +42,7 @@ def started(launcher: Launched, said: str) -> dict[int, int]:
     return launcher.ranks()
 
 
+@pytest.mark.slow
 def test_spare_processes_become_ranks(tmp_path: Path) -> None:
     with training(tmp_path, 2, 1) as launcher:
         spares, ranks = launcher.spares(2), launcher.ranks()

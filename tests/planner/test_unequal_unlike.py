@@ -184,6 +184,7 @@ def test_devices_are_written_in_the_order_in_which_units_take_them(
     assert taken == [*devices]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_command_writes_a_plan_that_trains_what_the_plain_loop_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
