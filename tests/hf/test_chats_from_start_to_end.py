@@ -2,7 +2,6 @@
 transformers; first all of its weights, then adapters alone."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 _LEGS = {"spider": "It has eight.", "fly": "It has six.", "dog": "It has four.", "bird": "It has two."}
-_SOUNDS = {"spider": "It is silent.", "fly": "It hums.", "dog": "It barks.", "bird": "It sings."}
+_OTHERWISE = {"spider": "It has six.", "fly": "It has four.", "dog": "It has two.", "bird": "It has eight."}
 
 
 def _run(*command: Any) -> str:
@@ -87,7 +86,6 @@ def test_a_small_qwen_learns_to_answer_and_adapters_answer_otherwise(
     model = hub_models.made("qwen3", {"vocab_size": 400, "num_key_value_heads": 2, "head_dim": 16, **sizes}, 1)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.1)
     hub_models.save(model, save_tokenizer(tmp_path / "theirs", "chatml"))
-    began_s = time.perf_counter()
 
     _run("convert", "import", tmp_path / "theirs", tmp_path / "ours")
     # The second command goes on with the same tokens.
@@ -96,9 +94,11 @@ def test_a_small_qwen_learns_to_answer_and_adapters_answer_otherwise(
     _check_answers(tmp_path / "back", _LEGS)
 
     _run("convert", "import", tmp_path / "back", tmp_path / "again")
-    adapters = {"rank": 8, "alpha": 16, "targets": ["query", "value", "mlp.*"]}
-    adapted = _train(tmp_path / "adapted", _SOUNDS, init_from=tmp_path / "again", steps=(120,), adapters=adapters)
+    more = {
+        "adapters": {"rank": 16, "alpha": 32, "targets": ["attention.*", "mlp.*"]},
+        "optimizer": {"learning_rate": 0.01},
+    }
+    adapted = _train(tmp_path / "adapted", _OTHERWISE, init_from=tmp_path / "again", steps=(60,), **more)
     _run("convert", "export", adapted, tmp_path / "merged")
-    _check_answers(tmp_path / "merged", _SOUNDS)
+    _check_answers(tmp_path / "merged", _OTHERWISE)
     _check_answers(tmp_path / "back", _LEGS)
-    print(f"{time.perf_counter() - began_s:.0f} s")
