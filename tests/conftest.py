@@ -53,8 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Take one worker more than there are cores: tests that start processes wait for them, and do not compute."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Take two workers more than there are cores: tests that start processes wait for them, and do not compute."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 ONE_IN = {"test_explore_": 11, "test_groups_explore": 11, "test_reductions": 11}

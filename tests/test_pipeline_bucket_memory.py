@@ -48,6 +48,7 @@ def run(pipeline: Pipeline, sizes: list[str], *, in_hill: bool = False) -> Any:
         return metrics.result()
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", [{"hint": "f-priority", "window": 3}, {"hint": "bfw", "window": 2}], ids=str)
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def train(model: str = "untied", num_chunks: int = 4, *, spoilt: bool = False, *
         return results, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "num_chunks", "options"),
     [
@@ -192,8 +193,10 @@ def test_two_versions_of_the_parameters_are_alive_and_no_more() -> None:
         stage.launch = counted  # type: ignore[method-assign]
         return stage
 
-    train("tied", 1, placement=linear(1), wrap_stage=watched)
+    results, params = train("tied", 1, placement=linear(1), wrap_stage=watched)
     assert max(counts) == 5 * 6
+    losses, expected, _ = plain("tied")
+    assert_same_training([result.loss for result in results], params, losses, expected)
 
 
 @pytest.mark.parametrize(

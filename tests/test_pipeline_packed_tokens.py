@@ -76,6 +76,7 @@ def initial() -> dict[str, Any]:
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_packed_documents_train_what_they_train_alone(data: Tokens, way: dict[str, Any]) -> None:
     batches = [data.batch(step) for step in range(NUM_STEPS)]

@@ -107,6 +107,7 @@ def test_all_replicas_get_the_same_random_keys() -> None:
             state, _ = pipeline.step(state, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"reduce": "messages", "window": 1}], ids=str)
 def test_microbatches_that_skip_encoders(options: dict[str, Any]) -> None:
@@ -137,6 +138,7 @@ def train(pipeline: Pipeline, *, verifies: bool, num_steps: int = 4) -> Any:
         return losses, jax.tree.map(np.array, held)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("per_stage", "options"),

@@ -274,6 +274,7 @@ def test_tokens_and_targets_that_are_no_words_give_no_number() -> None:
 # -- initial values ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("model", ["untied", "tied"])
 def test_initial_values_are_those_of_the_uncut_model(model: str) -> None:

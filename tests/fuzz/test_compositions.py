@@ -13,6 +13,7 @@ from tests.fuzz.trial import FOUND, PASSED, REFUSED, Outcome, tried
 SEED, NUM_CASES = 1_000, 60
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
 def test_random_compositions_train_as_the_plain_loop(first: int) -> None:

@@ -84,6 +84,7 @@ def test_a_rank_that_ends_while_large_arrays_travel(number: int, encrypts: str) 
         assert_report(launcher, other, f"rank 1 (stage 1) was lost: {said}", num_stages=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "rank"),
     [(2, 1), pytest.param(4, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],

@@ -5,11 +5,14 @@ from itertools import permutations
 from math import isfinite
 from pathlib import Path
 
+import pytest
+
 from rrfp_jax.costs import DeviceCosts, MachineCosts
 from rrfp_jax.planner.cost_file import read_machine, write_machine
 from tests.multiprocess.launching import launched
 
 
+@pytest.mark.slow
 def test_every_link_between_the_ranks_is_measured_and_read_back(tmp_path: Path) -> None:
     path, number = tmp_path / "machine.json", 3
     speeds = tuple(DeviceCosts(speed=speed, name="mine") for speed in (1.0, 0.5, 1.0))

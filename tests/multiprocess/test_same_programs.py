@@ -46,6 +46,7 @@ def test_another_number_of_steps_on_one_rank_is_refused() -> None:
         assert sentence.startswith("refused: rank 1 goes on after 7 steps and rank 0 after 0: all copies"), sentence
 
 
+@pytest.mark.slow
 def test_another_computation_is_refused_before_it_is_compiled() -> None:
     """Compilers of GPUs would wait for each other for hours."""
     for sentence in told("computation"):

@@ -141,6 +141,7 @@ def gain_of(name: str, stages: int, microbatches: int) -> float:
     return min(interleaved) / found.ranking[0].forecast.step_ms
 
 
+@pytest.mark.slow
 def test_plans_are_a_tenth_ahead_of_interleaved_1f1b_in_the_mean() -> None:
     gains = [gain_of(name, 4, 8) for name in ("gemma", "deepseek")]
     assert min(gains) >= 1.0
