@@ -68,7 +68,8 @@ def check_same(chunks: Any, **options: Any) -> tuple[Any, Any]:
 
 def test_the_state_lies_on_the_host_and_the_forecast_tells_its_bytes() -> None:
     chunks = plain_model((1, 1))
-    plain, moved = check_same(chunks, placement=linear(2))
+    # A window of 1, since peaks are compared: how many microbatches are in flight depends on the moment.
+    plain, moved = check_same(chunks, placement=linear(2), window=1)
     for stage, (with_state, without) in enumerate(zip(plain[3], moved[3], strict=True)):
         numbers = sum(leaf.size for leaf in jax.tree.leaves(trained_specs(chunks[stage])))
         assert without.host_peak == 3 * 4 * numbers  # two moments and the average
