@@ -291,7 +291,12 @@ def window_of_bytes(num_bytes: int, per_microbatch: int, stage: int, num_microba
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
     """Returns the predicted peak of every stage; ``num_microbatches`` is a replica's share."""
     graph, table, found = order.graph, order.table, []
-    num_microbatches *= 1 + order.delay  # of two steps, where they overlap
+    if order.delay:  # Two steps are under way: R and U of one run beside the activations of the other.
+        num_microbatches *= 2
+        sizes = {
+            chunk: replace(each, temporaries=max(each.temporaries, each.step_temporaries))
+            for chunk, each in sizes.items()
+        }
     moving = graph.operations.unit if graph.ops else 1  # Parts of an activation that move are counted as whole ones.
     for stage, chunks in enumerate(order.placement.chunks_of_stage):
         # The tasks of the stage in the very order in which it computes them, where it keeps to one.
