@@ -69,7 +69,8 @@ class _Step:
     """In a step that verifies, for each result of a task: which one, the task's kind, the chunk's base number, and a
     function that returns the sum of its bits. Appended by the compute thread alone."""
     ordinal: int | None = None
-    """How many steps that train the stage has begun before this one; None for a step that trains nothing."""
+    """With a delay, how many steps that train the stage has begun before this one; None for a step that trains
+    nothing."""
     verdict: Verdict | None = None
     updated: set[int] = field(default_factory=set)
     """Chunks whose U was launched."""
@@ -208,7 +209,7 @@ class ProgramStage:
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         state = _Step(graph, batch, *report_tree(graph, self._placement, self._stage, self._tree_degree))
-        if any(map(graph.updates, range(graph.num_chunks))):
+        if self._versions and any(map(graph.updates, range(graph.num_chunks))):
             state.ordinal = self._num_trained
             self._num_trained += 1
         self._steps[step] = state

@@ -115,10 +115,7 @@ class RunLock:
         """Raises LockHeld if the lock was taken over because its holder seemed to be dead."""
         found = _read(self._path)
         if found is not None and found[0].token != self._own.token:
-            raise LockHeld(
-                f"{self._path.parent} was taken over by {found[0].describe()} on {found[0].since}, as this run "
-                "seemed to be dead"
-            )
+            raise self._taken_over(found[0])
 
     def release(self) -> None:
         """Gives the lock back, and removes the directory if it was made for nothing. May be called at any time."""
@@ -127,10 +124,20 @@ class RunLock:
         self._released.set()
         self._keeper.join(self._touch_s)
         with contextlib.suppress(OSError):
-            if self._is_own(self._path):
-                self._path.unlink()
-            for folder in self._made:
-                folder.rmdir()  # only if it is empty
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._is_own(self._path):
+            self._path.unlink()
+        for folder in self._made:
+            folder.rmdir()  # only if it is empty
+
+    def _taken_over(self, holder: _Holder) -> LockHeld:
+        """Returns the error of a run whose lock another one holds now."""
+        return LockHeld(
+            f"{self._path.parent} was taken over by {holder.describe()} on {holder.since}, as this run "
+            "seemed to be dead"
+        )
 
     def _take(self, path: Path) -> None:
         """Makes a lock or a claim that is ours, at once or after its holder's death."""
@@ -261,21 +268,12 @@ class BucketLock(RunLock):
         """Raises LockHeld if the lock was taken over because its holder seemed to be dead."""
         newest = self._newest()
         if newest is not None and newest[0] > self._number:
-            raise LockHeld(
-                f"{self._path.parent} was taken over by {newest[1].describe()} on {newest[1].since}, as this run "
-                "seemed to be dead"
-            )
+            raise self._taken_over(newest[1])
 
-    def release(self) -> None:
-        """Gives the lock back. May be called at any time."""
-        if self._keeper is None or self._released.is_set():
-            return
-        self._released.set()
-        self._keeper.join(self._touch_s)
-        with contextlib.suppress(OSError):
-            if max(self._numbers(), default=0) == self._number:
-                self._own = replace(self._own, token=_FREE)
-                self._write(self._number)
+    def _give_back(self) -> None:
+        if max(self._numbers(), default=0) == self._number:
+            self._own = replace(self._own, token=_FREE)
+            self._write(self._number)
 
     def _time_of_writing(self, probe: Path) -> float:
         probe.write_bytes(b"now")
