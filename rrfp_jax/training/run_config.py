@@ -89,7 +89,7 @@ class PipelineConfig:
     the hint has it, else fused."""
     delay: int = 0
     """The number of updates, 0 or 1, that the weights of a step lack. With 1 the next step's tasks fill the end of each
-    step, so that no bubble is left; that changes what is learnt (docs/schedules.md)."""
+    step, so that no bubble is left; that changes what is learnt (docs/orders.md)."""
 
     def __post_init__(self) -> None:
         self._check_delay()
