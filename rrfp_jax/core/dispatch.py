@@ -60,7 +60,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from rrfp_jax.core.hints import Choice, Heads
 from rrfp_jax.core.memory import Window
@@ -190,8 +190,8 @@ class Certainty:
         self._heads = [positions[0] if positions else None for positions in ranked.in_lanes]
         """For each lane the first position that had not started at the last look."""
 
-    def copy(self) -> "Certainty":
-        twin = Certainty(self._ranked)
+    def copy(self) -> Self:
+        twin = type(self)(self._ranked)
         twin._heads = self._heads.copy()
         return twin
 

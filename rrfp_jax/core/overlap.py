@@ -15,13 +15,16 @@ Each of the two steps has a :class:`StageArbiter`, one for even and one for odd 
 the window. Whenever the lane is free, each step names the task that it would run, and the better one runs: R and U,
 which end a step, before B and I, then F, and W last; of equally good ones that of the older step. The tasks at the end
 of the younger step, R and U, wait for the end of the older one: updates apply in the order of the steps, a check of the
-learning rate sees the count of its own update, and collectives over replicas come in one order everywhere.
+learning rate sees the count of its own update, and collectives over replicas come in one order everywhere. So does the
+end of the younger step itself, as a stage without parameters that train has neither R nor U. A choice is certain
+(:mod:`rrfp_jax.core.dispatch`) only if it is an R, U, B or I of the older step: instead of an F or a W the younger one
+may still get a better task.
 
 Why no deadlock
 ---------------
 The argument of :mod:`rrfp_jax.core.memory`, with one total order of the tasks of all steps: all tasks of step t in the
 window's order, then its R and U, then those of step t + 1. Every dependency goes forward in it, also the two new ones:
-the younger step's R and U wait for tasks of the older one, and the start of step t + 2 for the end of step t. The
+the younger step's R, U and end wait for the older one, and the start of step t + 2 for the end of step t. The
 window takes and lets go of the microbatches of both steps in one sequence, those of the older step first, by the same
 rule: a slot is free, and afterwards the oldest unfinished microbatch of that sequence has one, or another slot is free.
 Let T be the first unfinished task of the total order, with nothing running and nothing under way. All that T waits for
@@ -29,12 +32,14 @@ has finished, and its step has started, since the step before the last has ended
 unfinished one, so the window has kept a slot for it. So the stage runs T or another task.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Self
 
 from rrfp_jax.core.arbiter import StageArbiter
+from rrfp_jax.core.dispatch import Certainty
 from rrfp_jax.core.events import Event, FinishStep, Instruction, Message, StepStarted
 from rrfp_jax.core.explain import IllegalTransition, Waiting
+from rrfp_jax.core.hints import Choice, Heads
 from rrfp_jax.core.memory import Window
 from rrfp_jax.core.stage_setup import StageSetup, StepPlan
 from rrfp_jax.schedules import Task
@@ -42,6 +47,7 @@ from rrfp_jax.schedules.timeline import IdleReason
 
 _TURN_OF_LANE = (2, 1, 3, 0)
 """The turn of a task among those of both steps, by its lane: R and U, which end a step, then B and I, F, and W last."""
+_TURN_OF_BACKWARD = _TURN_OF_LANE[1]
 
 
 class _SharedWindow(Window):
@@ -76,6 +82,22 @@ class _SharedWindow(Window):
         return self.oldest >= self.first + len(self.left)
 
 
+class _CertainOfTwo(Certainty):
+    """The certain choices of the older step, whatever tasks the younger one may get."""
+
+    __slots__ = ()
+
+    def choice(self, choose: Callable[[int, Heads], Choice], state: int, waiting: Sequence[int]) -> int | None:
+        position = super().choice(choose, state, waiting)
+        if position is None or _turn(self._ranked, position) > _TURN_OF_BACKWARD:
+            return None
+        return position
+
+
+def _turn(ranked: StepPlan, position: int) -> int:
+    return _TURN_OF_LANE[ranked.plan.lanes[ranked.at[position]]]
+
+
 class _OneOfTwo(StageArbiter):
     """The arbiter of every second step, which dispatches when it is told to."""
 
@@ -86,18 +108,24 @@ class _OneOfTwo(StageArbiter):
             setattr(window, name, getattr(plain, name))
         window.is_older, window.other = True, None
         self._window = window
-        for node in self._end_nodes() if self._end_waits else ():
-            self._waiting[node] += 1
+        self._certainty = self._certainty and _CertainOfTwo(ranked)
+        if self._end_waits:
+            self._left += 1
+            for node in self._end_nodes():
+                self._waiting[node] += 1
 
     def _end_nodes(self) -> list[int]:
         """Returns the tasks at the end of the step: R and U."""
         return [node for node, task in self._ranked.plan.present() if task.microbatch < 0]
 
     def release_end(self, out: list[Instruction]) -> None:
-        """Let R and U run as soon as they have their inputs, since the step before has ended."""
+        """Let R, U and the end come as soon as they have all that they wait for, since the step before has ended."""
         if self._end_waits:
             self._end_waits = False
+            self._left -= 1
             self._count_down(tuple(self._end_nodes()), out)
+            if not self._left:
+                self._end_step(out)
 
     def _dispatch(self, out: list[Instruction]) -> None:
         """Leave it to the stage's arbiter, which knows both steps."""
@@ -118,11 +146,7 @@ class _OneOfTwo(StageArbiter):
     def turn(self) -> int:
         """Returns the turn of the task that this step runs next among the tasks of both steps."""
         position = self._choose()[0] if any(self._ready.lanes) else None
-        return (
-            len(_TURN_OF_LANE)
-            if position is None
-            else _TURN_OF_LANE[self._ranked.plan.lanes[self._ranked.at[position]]]
-        )
+        return len(_TURN_OF_LANE) if position is None else _turn(self._ranked, position)
 
     @property
     def is_due(self) -> bool:
@@ -209,12 +233,13 @@ class OverlappedArbiter:
         if type(event) is StepStarted:
             self._active, self._last = (*self._active, step), step
             self._link()
-        ended = not one.is_active and step in self._active
+        ended = step in self._active and not one.is_active
+        while self._active and not self._of(self._active[0]).is_active:
+            self._active = self._active[1:]
+            for younger in self._arbiters():
+                younger.release_end(out)
         if ended:
-            self._active = tuple(other for other in self._active if other != step)
             self._link()
-            for other in self._active:
-                self._of(other).release_end(out)
         self._dispatch(out)
         if ended:  # whoever carries out the instructions looks for this one at the end
             out.sort(key=lambda instruction: type(instruction) is FinishStep)

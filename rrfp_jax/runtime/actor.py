@@ -145,7 +145,7 @@ class StageActor:
             self._start_coming()
 
     def _carry_out(self, instructions: list[Instruction], time_s: float) -> None:
-        outgoing, announced, ended = [], [], False
+        outgoing, announced, ended = [], [], []
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._hand_over(instruction)
@@ -158,7 +158,7 @@ class StageActor:
             elif isinstance(instruction, WakeAt):
                 self._hold(instruction)
             elif isinstance(instruction, FinishStep):
-                ended = True
+                ended.append(instruction.step)
             else:
                 assert self._runtime.peers is not None
                 self._runtime.peers.tell(self.stage, instruction.member, instruction.step, instruction.note)
@@ -167,12 +167,11 @@ class StageActor:
             self._send(*item)
         for step, message, stage in announced:  # No data should wait for an announcement.
             self._runtime.announce(stage, step, message)
-        if ended:  # Other stages wait for what was sent, and nobody for the record of the step.
-            step = instructions[-1].step
+        for step in ended:  # Other stages wait for what was sent, and nobody for the record of the step.
             self._recorder.end(time_s)
             outcome, looks_ahead = self.executor.finish(step), self.arbiter.looks_ahead
             self._runtime.steps.stage_ended(self.stage, step, outcome, self._recorder.take(), looks_ahead=looks_ahead)
-            if self.arbiter.is_active:  # The next step is under way already.
+            if self.arbiter.is_active or step != ended[-1]:  # The next step is under way already, or ends with it.
                 self._recorder.begin(step + 1, time_s)
 
     def _hand_over(self, instruction: RunTask) -> None:

@@ -309,7 +309,7 @@ class _Driver:
         step = instruction.step
         self.step_ends_ms[step] = max(self.step_ends_ms[step], self.queue.now_ms)
         self._unfinished[step] -= 1
-        self.queue.is_paused = not self._unfinished[step]
+        self.queue.is_paused |= not self._unfinished[step]
         if step + self._stride < self.num_steps:
             self.queue.post(self.queue.now_ms, self._start_step, index, step + self._stride)
         self.stages[index].is_over = step + 1 == self.num_steps

@@ -14,7 +14,8 @@ from tests.model_checker import CheckError, Setting
 from tests.model_checker.overlapped import Book, OverlapJudge, explore_overlapped, overlapped_walk
 
 RULES = [
-    StepRules(updates=True, agreement=agreement, ordered=ordered)
+    StepRules(updates=updates, agreement=agreement, ordered=ordered)
+    for updates in (False, True)
     for agreement in Agreement
     for ordered in (False, True)
 ]
@@ -111,8 +112,8 @@ class NoSlotKept(OverlappedArbiter):
             one._window.is_older = True
 
 
-class EarlyUpdates(OverlappedArbiter):
-    """Updates by the younger step before the older one has ended."""
+class EarlyEnds(OverlappedArbiter):
+    """Lets the younger step update, and end, before the older one has ended."""
 
     def _dispatch(self, out: list[Instruction]) -> None:
         for one in self._arbiters():
@@ -121,17 +122,17 @@ class EarlyUpdates(OverlappedArbiter):
 
 
 @pytest.mark.parametrize(
-    ("arbiter", "window", "found"),
+    ("arbiter", "windows", "found"),
     [
-        (OwnWindows, 1, "which the window does not admit"),
-        (NoSlotKept, 2, "which the window does not admit|wait"),
-        (EarlyUpdates, 4, "although the step before has not ended"),
+        (OwnWindows, (1, 1), "which the window does not admit"),
+        (NoSlotKept, (2, 1), "which the window does not admit"),
+        (EarlyEnds, (4, 4), "although the step before has not ended"),
     ],
 )
-def test_a_broken_arbiter_is_found(arbiter: type[OverlappedArbiter], window: int, found: str) -> None:
+def test_a_broken_arbiter_is_found(arbiter: type[OverlappedArbiter], windows: tuple[int, int], found: str) -> None:
     rules = StepRules(agreement=Agreement.NONE)
     with pytest.raises(CheckError, match=found):
-        explore_overlapped(setting(linear(2), 2, 3, arbiter=arbiter, window=window, rules=rules))
+        explore_overlapped(replace(setting(linear(2), 2, 3, arbiter=arbiter, rules=rules), windows=windows))
 
 
 def test_a_step_that_starts_before_the_last_but_one_has_ended_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +142,9 @@ def test_a_step_that_starts_before_the_last_but_one_has_ended_is_refused(monkeyp
     monkeypatch.setattr(OverlapJudge, "may_start", may_start)
     with pytest.raises(CheckError, match="with these under way: 0, 1"):
         explore_overlapped(setting(linear(2), 2, 3))
+
+
+def test_a_step_that_ends_before_the_one_before_is_found() -> None:
+    rules = StepRules(updates=False, agreement=Agreement.NONE)
+    with pytest.raises(CheckError, match="ends step 1, and step 0 before it is under way"):
+        explore_overlapped(setting(linear(2), 2, 3, arbiter=EarlyEnds, window=4, rules=rules))
