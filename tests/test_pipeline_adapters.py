@@ -71,7 +71,7 @@ def frozen_of(chunks: list[Any]) -> set[str]:
     ("dropout", "options"),
     [
         pytest.param(0.25, {"hint": "bfw", "remat": "full"}, id="split, remat full, dropout", marks=pytest.mark.slow),
-        pytest.param(0.0, {}, id="alone"),
+        pytest.param(0.0, {}, id="alone", marks=pytest.mark.slow),
         pytest.param(0.25, {"tensor": 2}, id="tensor 2, dropout", marks=pytest.mark.slow),
         pytest.param(0.25, {"data": 2, "hint": "bfw"}, id="replicas, split, dropout", marks=pytest.mark.slow),
         pytest.param(0.0, {"mesh": {"fsdp": 2}, "remat": "dots"}, id="fsdp 2", marks=pytest.mark.slow),

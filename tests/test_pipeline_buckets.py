@@ -72,7 +72,7 @@ FROZEN = {"encoders": ("image", "sound"), "all but one": ("image", "sound", "emb
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"hint": "bfw"}, marks=pytest.mark.slow),
         pytest.param({"window": 1}, marks=pytest.mark.slow),
         pytest.param({"hint": "fb", "window": 3}, marks=pytest.mark.slow),

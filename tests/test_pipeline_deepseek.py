@@ -140,6 +140,7 @@ def check(*, config: LanguageModelConfig = CONFIG, num_chunks: int = 4, packed: 
             np.testing.assert_array_equal(layer["mlp"][BIAS], expected[name]["mlp"][BIAS])
 
 
+@pytest.mark.slow
 def test_latent_attention_and_biases_train_what_the_plain_loop_does() -> None:
     check(config=replace(CONFIG, num_layers=2), num_chunks=2, placement=linear(2))
 

@@ -144,6 +144,7 @@ def initial(chunks: list[Chunk], **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.slow
 def test_initial_values_are_those_of_the_uncut_layers(model: str) -> None:
     whole = initial(language_model(MODELS[model]).split(1))
     cut = initial(language_model(MODELS[model]).split(layers_per_chunk=CUT))

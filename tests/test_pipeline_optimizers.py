@@ -76,6 +76,7 @@ def check(name: str, schedule: str = "cosine", model: LanguageModelConfig = MODE
     assert_same_training(*train(pipeline, wide_batches()), *expected)
 
 
+@pytest.mark.slow
 def test_muon_trains_whole_matrices_where_replicas_share_its_state() -> None:
     config = OptimizerConfig(name="muon", learning_rate=3e-3, arguments={"newton_schulz_steps": 2}, groups=(TOY_GROUP,))
     optimizer = make_optimizer(config, learning_rate_schedule(config, 3))

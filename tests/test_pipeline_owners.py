@@ -29,7 +29,7 @@ def draw(num_stages: int, num_microbatches: int) -> StepOwners:
     ("per_stage", "options"),
     [
         pytest.param(1, {"window": 2}, marks=pytest.mark.slow),
-        (1, {"backward": "split", "hint": "bfw", "shard_optimizer": True}),
+        pytest.param(1, {"backward": "split", "hint": "bfw", "shard_optimizer": True}, marks=pytest.mark.slow),
         pytest.param(2, {"schedule": "zb-v"}, marks=pytest.mark.slow),
         pytest.param(1, {"schedule": "1f1b"}, marks=pytest.mark.slow),
         pytest.param(1, {"deterministic": True, "clip_norm": None}, marks=pytest.mark.slow),

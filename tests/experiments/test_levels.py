@@ -35,6 +35,7 @@ def test_strict_execution_of_every_schedule_is_its_ideal_table(levels, durations
         assert "strict" not in row["bubble_disagrees"] + row["peak_disagrees"]
 
 
+@pytest.mark.slow
 def test_closed_forms_of_our_own_are_the_table(levels):
     for durations in ("10,10,10", "10,5,5"):
         for name, row in levels(*SIZES, "--durations-ms", durations)["schedules"].items():

@@ -110,6 +110,7 @@ def gain_of_halves(name: str, stages: int, microbatches: int) -> float:
     return gain
 
 
+@pytest.mark.slow
 def test_cuts_inside_layers_gain_a_fiftieth() -> None:
     assert gain_of_halves("gemma", 4, 8) >= 1.02
     for name, halves in HALVES.items():

@@ -67,6 +67,7 @@ def test_stages_short_of_memory_copy(slots: int, copy_ms: float, without_ms: flo
 @needs_solver
 @pytest.mark.parametrize("copy_ms", [5.0, 10.0, 15.0])
 @pytest.mark.parametrize(("slots", "best_ms"), [(2, 290), (3, 280), (4, 270)])
+@pytest.mark.slow
 def test_the_solver_orders_copies_too(slots: int, copy_ms: float, best_ms: float) -> None:
     book = book_of(slots, copy_ms)
     plan = with_optimum(make_plan(book, SPACE), book, SPACE, 120)
