@@ -174,6 +174,10 @@ class Pipeline:
         """This process's part in the run."""
         self.layout = self.process.layout
         check_operations(self._graph, self.process)
+        if options.pieces is not None and updates.delay:
+            raise ValueError("stages on which steps overlap hardly idle: leave out options.pieces, or the delay")
+        if options.pieces is not None and any(len(self.layout.ranks_of(u)) > 1 for u in range(self.layout.num_units)):
+            raise ValueError("a stage of several processes has no pieces of its own: leave out options.pieces")
         if updates.delay and (self.process.recovers or options.other_owners):
             raise ValueError("steps that overlap (delay 1) do not survive lost ranks: leave out recovery, or the delay")
         if updates.deterministic:

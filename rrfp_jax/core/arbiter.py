@@ -841,6 +841,11 @@ class StageArbiter:
         return missing
 
     @property
+    def num_started(self) -> int:
+        """How many tasks of the compute lane were handed over in the step."""
+        return self._num_started
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether foresight is at work: it sleeps where tasks are too short for it."""
         return self._foresight is not None and self._foresight.is_awake

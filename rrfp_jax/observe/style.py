@@ -79,6 +79,7 @@ IDLE_LOOKS: Mapping[IdleReason, IdleLook] = {
     IdleReason.DRAIN: IdleLook("#dcdcdc", "#a6a6a6", "\\", "pipeline drains: own microbatches are done"),
     IdleReason.ENGINE: IdleLook("#e8dcc8", "#a88a58", "*", "waits for an engine beside it, for example a copy"),
     IdleReason.HOST: IdleLook("#bfe6ef", "#4fa0b3", "-", "host hands the task to the device"),
+    IdleReason.PIECE: IdleLook("#cfe3d4", "#5f9a72", "O", "runs a piece of other work"),
 }
 
 UNEXPLAINED_LABEL = "idle, reason not recorded"

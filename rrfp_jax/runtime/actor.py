@@ -34,6 +34,7 @@ from rrfp_jax.runtime.stage_threads import (
     AwaitedInputs,
     ComputeThread,
     LaunchAndWait,
+    PieceThread,
     StageExecutor,
     StageThreads,
 )
@@ -51,6 +52,7 @@ class StageActor:
         engines: a thread for each lane beside compute that the stage's operations use.
         hands_ahead: by number, the stages of this process that can promise each other their outputs.
         log_steps: number of steps of the event log that are kept.
+        pieces: makes the thread for pieces of other work, from the call that follows each of them; None: there is none.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StageActor:
         engines: Mapping[str, ComputeThread] = MappingProxyType({}),
         hands_ahead: Mapping[int, StageExecutor] = MappingProxyType({}),
         log_steps: int,
+        pieces: Callable[[Callable[[float], None]], PieceThread] | None = None,
     ) -> None:
         self.arbiter, self.executor, self.stage = arbiter, executor, arbiter.stage
         self.threads: list[StageThreads] = [threads, *engines.values()]
@@ -77,6 +80,7 @@ class StageActor:
         self._wake: WakeAt | None = None
         """End of the present hold; the start of a task has ended it."""
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
+        self.pieces = None if pieces is None else pieces(self._note_idle)
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
 
@@ -140,9 +144,18 @@ class StageActor:
         self.last_event_s = event.time_s
         if instructions:
             self._carry_out(instructions, event.time_s)
-        self._recorder.observe(event.time_s, self.arbiter.idle_reason())
+        self._note_idle(event.time_s)
         if instructions and isinstance(instructions[-1], FinishStep):
             self._start_coming()
+
+    def _note_idle(self, time_s: float) -> None:
+        """Records why the stage idles, and has a piece of other work run meanwhile, if there is one."""
+        arbiter = self.arbiter
+        reason = arbiter.idle_reason()
+        if self.pieces is not None:
+            place = -1 - arbiter.num_started if arbiter.evaluates else arbiter.num_started
+            reason = self.pieces.look(time_s, place, reason, is_active=arbiter.is_active)
+        self._recorder.observe(time_s, reason)
 
     def _carry_out(self, instructions: list[Instruction], time_s: float) -> None:
         outgoing, announced, ended = [], [], []

@@ -42,12 +42,13 @@ from rrfp_jax.runtime.failure import (
     stage_state,
 )
 from rrfp_jax.runtime.mailbox import SendArray
-from rrfp_jax.runtime.options import RuntimeOptions
+from rrfp_jax.runtime.options import Pieces, RuntimeOptions
 from rrfp_jax.runtime.serial_executor import SerialExecutor
 from rrfp_jax.runtime.sleeping import DelayInjection
 from rrfp_jax.runtime.stage_threads import (
     ComputeThread,
     LaunchAndWait,
+    PieceThread,
     StageExecutor,
     StageThreads,
 )
@@ -170,7 +171,11 @@ class PipelineRuntime:
             engines={lane: ComputeThread(f"{name}-{lane}", launch, done) for lane in sorted({*beside.values()})},
             hands_ahead=self._hands_ahead,
             log_steps=self._options.log_steps,
+            pieces=None if self._options.pieces is None else partial(self._piece_thread, stage, self._options.pieces),
         )
+
+    def _piece_thread(self, stage: int, pieces: Pieces, ended: Callable[[float], None]) -> PieceThread:
+        return PieceThread(f"rrfp-pieces-{stage}", pieces(stage), self._serial.submit, ended)
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
@@ -237,6 +242,9 @@ class PipelineRuntime:
             return all(thread.join(0.0) for thread in self._threads)
         for thread in self._threads:
             thread.ask_to_stop()
+        for actor in self._actors.values():
+            if actor.pieces is not None:
+                actor.pieces.close()
         # A thread may wait for an input that no other will launch any more.
         for actor in self._actors.values():
             actor.give_up()

@@ -1,8 +1,9 @@
 """A user's options about updates and about running: two records, each checked once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.core import Agreement, GroupProtocol, StepRules
@@ -11,6 +12,9 @@ from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.runtime.stage_threads import StageExecutor
+
+Pieces = Callable[[int], Iterable[Callable[[], Any]]]
+"""Makes the pieces of other work of a stage, from the stage's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,9 @@ class RuntimeOptions:
     neighbouring stages are connected then."""
     wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None
     """Wrapper around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`."""
+    pieces: Pieces | None = None
+    """Makes each stage's pieces of other work: short calls that it makes one after the other where it would idle
+    (:class:`rrfp_jax.runtime.stage_threads.PieceThread`). Their memory comes on top of the forecast."""
 
     def __post_init__(self) -> None:
         check_types(self)

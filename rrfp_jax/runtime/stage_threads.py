@@ -26,20 +26,27 @@ Where one thread launches and waits it is as long as the task. Elsewhere it is a
 own lines of the trace show the rest.
 """
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+import jax
 from jax.profiler import TraceAnnotation
 
 from rrfp_jax.core import DecisionTimer, Message, RunTask, TimingRule
+from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.runtime.failure import error_text
 from rrfp_jax.runtime.sleeping import reduce_timer_slack, sleep_exactly
 from rrfp_jax.schedules import PipelineGraph, Task
+from rrfp_jax.schedules.timeline import IdleReason
+
+_LOG = logging.getLogger(__name__)
 
 
 class Launched(NamedTuple):
@@ -201,6 +208,88 @@ class StageThreads:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.perf_counter()))
         return not any(thread.is_alive() for thread in self._threads)
+
+
+LONGEST_PIECE_S = 10.0
+"""Seconds after which a piece of other work counts as hanging."""
+
+
+class PieceThread:
+    """Runs short pieces of other work while a stage idles, one at a time, on a thread of its own.
+
+    A piece begins where it will probably end before the stage has a task (:class:`rrfp_jax.core.dispatch.GapTimer`). No
+    task waits for this thread: where a piece takes longer, its programs and the task's share the devices. The thread
+    gives up, with a line in the log, once a piece raises an error or hangs; training goes on without.
+
+    Args:
+        pieces: the calls, one after the other; a piece ends when the arrays that it returns are ready.
+        call: makes a call in the serial executor, in which ``look`` is called too.
+        ended: called there after each piece, with the present time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pieces: Iterable[Callable[[], Any]],
+        call: Callable[..., None],
+        ended: Callable[[float], None],
+    ) -> None:
+        self.name, self._pieces, self._call, self._report = name, iter(pieces), call, ended
+        self._gaps = GapTimer()
+        self._begun_s: float | None = None
+        """The start of the piece that runs; None while none does."""
+        self._is_over = self._has_compiled = False
+        self._begin = SimpleQueue[bool]()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def look(self, time_s: float, place: int, reason: IdleReason | None, *, is_active: bool) -> IdleReason | None:
+        """Begins a piece if the stage idles for a ``reason`` and one fits in; returns why the stage idles then.
+
+        ``place``: see :class:`GapTimer`. ``is_active``: whether a step is under way.
+        """
+        if reason is None:
+            self._gaps.goes_on(time_s)
+            return None
+        self._gaps.idles(place, time_s)
+        if self._begun_s is not None and time_s - self._begun_s > LONGEST_PIECE_S:
+            self._give_up(f"a piece has taken more than {LONGEST_PIECE_S:g} s")
+        if self._begun_s is None and not self._is_over and is_active and self._gaps.fits(time_s):
+            self._begun_s = time_s
+            self._begin.put(True)
+        return reason if self._begun_s is None else IdleReason.PIECE
+
+    def close(self) -> None:
+        """Ends the thread, once its piece has ended; a piece that hangs is left behind."""
+        self._is_over = True
+        self._begin.put(False)
+
+    def _give_up(self, why: str) -> None:
+        if not self._is_over:
+            _LOG.warning("%s: %s, so the stage runs no more of them; training goes on", self.name, why)
+        self._is_over, self._begun_s = True, None
+
+    def _work(self) -> None:
+        while self._begin.get():
+            begun_s, error = time.perf_counter(), None
+            try:
+                piece = next(self._pieces, None)
+                if piece is not None:
+                    jax.block_until_ready(piece())
+            except BaseException as caught:
+                piece, error = None, caught
+            self._call(self._ended, time.perf_counter() - begun_s, piece is None, error)
+            del piece, error  # They may hold arrays.
+
+    def _ended(self, duration_s: float, is_last: bool, error: BaseException | None) -> None:
+        if error is not None:
+            self._give_up(f"a piece failed ({error_text(error)})")
+        self._is_over |= is_last
+        if self._has_compiled:  # The first piece tells nothing about the others.
+            self._gaps.piece_ended(duration_s)
+        self._has_compiled = True
+        self._begun_s = None
+        self._report(time.perf_counter())
 
 
 class ComputeThread(StageThreads):

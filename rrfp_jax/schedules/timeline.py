@@ -52,6 +52,8 @@ class IdleReason(StrEnum):
     """It could go on if an engine beside it were done: a copy is under way, or the memory that one frees."""
     HOST = "host"
     """A task was chosen; the host was still handing it to the device."""
+    PIECE = "piece"
+    """It ran a piece of other work, such as it has for idle times."""
 
 
 class Span(NamedTuple):

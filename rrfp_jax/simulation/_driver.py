@@ -31,6 +31,7 @@ from rrfp_jax.core import (
     WakeAt,
     timing_rule,
 )
+from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.core.events import record
 from rrfp_jax.core.replicas import StepOwners, moved_pairs
 from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
@@ -67,10 +68,10 @@ class Machine:
     announcement then is a promise (:class:`rrfp_jax.core.InputPromised`)."""
 
     def __post_init__(self) -> None:
-        if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:
+        if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0 or self.piece_ms < 0:
             raise ValueError(
-                f"dispatch_overhead_ms ({self.dispatch_overhead_ms}) and agreement_ms ({self.agreement_ms}) "
-                "must not be negative"
+                f"dispatch_overhead_ms ({self.dispatch_overhead_ms}), agreement_ms ({self.agreement_ms}) and piece_ms "
+                f"({self.piece_ms}) must not be negative"
             )
         if self.communication is not Communication.ASYNC and (self.just_in_time is not None or self.awaits_inputs):
             option = "launches before the input have" if self.just_in_time is None else "just-in-time dispatch has"
@@ -78,6 +79,12 @@ class Machine:
                 f"{option} no meaning with {self.communication} communication, in which a stage sends "
                 "before it goes on: leave it out, or take async"
             )
+
+    piece_ms: float = 0.0
+    """Time of each of the pieces of other work that idle stages run (:class:`rrfp_jax.core.dispatch.GapTimer`); 0: they
+    have none."""
+    gap_timer: Callable[[], GapTimer] = GapTimer
+    """Makes each stage's timer for pieces."""
 
     @property
     def host_ms(self) -> float:
@@ -94,6 +101,8 @@ class Simulation:
     """The time at which each step had ended on every stage, its agreement included."""
     logs: tuple[ArbiterLog, ...] = ()
     """The log of each stage, if logs were asked for."""
+    filled_ms: float = 0.0
+    """Time of the pieces of other work that all stages ran."""
 
     @property
     def step_ms(self) -> list[float]:
@@ -133,6 +142,7 @@ def simulate(
         timeline=driver.timeline,
         step_ends_ms=tuple(driver.step_ends_ms),
         logs=tuple(stage.log for stage in driver.stages if stage.log is not None),
+        filled_ms=driver.filled_ms,
     )
 
 
@@ -166,6 +176,8 @@ class _Stage:
         "arbiter",
         "awaits_input",
         "dispatched",
+        "filled_until_ms",
+        "gaps",
         "holds",
         "host_free_ms",
         "idle",
@@ -178,7 +190,12 @@ class _Stage:
     )
 
     def __init__(
-        self, arbiter: StageArbiter, times: StageTimes, timer: DecisionTimer | None, record_events: bool
+        self,
+        arbiter: StageArbiter,
+        times: StageTimes,
+        timer: DecisionTimer | None,
+        gaps: GapTimer | None,
+        record_events: bool,
     ) -> None:
         self.arbiter, self.times = arbiter, times
         self.dispatched: deque[tuple[float, int, Task]] = deque()
@@ -193,6 +210,9 @@ class _Stage:
         self.answers = False
         """Whether the next RunTask answers a decision that the timer asked for."""
         self.is_over = False
+        self.gaps = gaps
+        self.filled_until_ms = 0.0
+        """The end of the last piece of other work."""
         self.timer = timer
         self.started_ms = 0.0
         """The start of the running task, for the timer."""
@@ -234,6 +254,7 @@ class _Driver:
                 machine.just_in_time(timing_rule(looks_ahead=arbiter.setup.foresight is not None))
                 if machine.just_in_time
                 else None,
+                machine.gap_timer() if machine.piece_ms else None,
                 record_events,
             )
             for arbiter in arbiters
@@ -266,6 +287,8 @@ class _Driver:
             FinishStep: self._finish_step,
         }
 
+        self.filled_ms = 0.0
+        """Time of all pieces of other work."""
         self._stride = 1 + arbiters[0].setup.delay
         """How many steps a stage may have under way."""
         for stage, start_ms in enumerate(starts_ms or [0.0] * len(arbiters)):
@@ -297,6 +320,22 @@ class _Driver:
             self._start_task(index, stage)
         if self._keeps_record and (stage.awaits_input or not stage.dispatched):
             self._note_idle(index, stage)
+        if stage.gaps is not None and not stage.dispatched:
+            self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        """Has an idle stage run a piece of other work, if one fits in."""
+        stage, now_ms = self.stages[index], self.queue.now_ms
+        gaps = stage.gaps
+        assert gaps is not None
+        if stage.dispatched or now_ms < stage.filled_until_ms:
+            return
+        gaps.idles(stage.arbiter.num_started, now_ms / 1e3)
+        if stage.arbiter.is_active and gaps.fits(now_ms / 1e3):
+            end_ms = stage.filled_until_ms = now_ms + self.machine.piece_ms
+            gaps.piece_ended(self.machine.piece_ms / 1e3)
+            self.filled_ms += self.machine.piece_ms
+            self.queue.post(end_ms, self._fill, index)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -364,7 +403,10 @@ class _Driver:
             return
         stage.holds = False
         stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self._host_ms
-        stage.dispatched.append((stage.host_free_ms, step, task))
+        if stage.gaps is not None:
+            stage.gaps.goes_on(self.queue.now_ms / 1e3)
+        # The device runs a piece to its end.
+        stage.dispatched.append((max(stage.host_free_ms, stage.filled_until_ms), step, task))
         if stage.answers:
             stage.timer.latency((stage.host_free_ms - self.queue.now_ms) / 1e3)  # type: ignore[union-attr]
         if len(stage.dispatched) == 1:

@@ -5,6 +5,7 @@ duration has passed since its launch, as the recorded span of a real task would 
 many stages run on few cores. With all durations zero the overhead of the runtime remains.
 """
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ import numpy as np
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.mailbox import Mailbox, SendArray
-from rrfp_jax.runtime.sleeping import Sleeper
+from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation.costs import Costs, InjectedSleeps, StageTimes
@@ -58,6 +59,8 @@ class EmulatedStage:
         self._graph, self._graphs = graph, dict[int, PipelineGraph]()
         ops = graph.ops if durations_ms.any() else [replace(op, ms=0.0) for op in graph.ops]
         self._duration_ms = duration_of(durations_ms, sleeps, ops)
+        self._device = threading.Lock()
+        """Held while the stage's device is busy, with a task or a piece of other work."""
         self._sleepers = {op.letter: Sleeper() for op in graph.ops}
         self._mailbox = Mailbox(placement, stage, send_array, graph)
         self.accept, self.ahead, self.fetch = self._mailbox.accept, self._mailbox.ahead, self._mailbox.fetch
@@ -78,10 +81,20 @@ class EmulatedStage:
 
         An operation has no program and takes its time.
         """
-        begun_s = time.perf_counter()
         if task.kind in self._sleepers:
+            begun_s = time.perf_counter()
             self._sleepers[task.kind].until(begun_s + self._duration_ms(step, task) * 1e-3)
             return Launched(begun_s)
+        with self._device:
+            return self._compute(step, task)
+
+    def run_piece(self, lasts_ms: float) -> None:
+        """Keeps the stage's device busy for so long, as a piece of other work; from any thread."""
+        with self._device:
+            sleep_exactly(lasts_ms * 1e-3)
+
+    def _compute(self, step: int, task: Task) -> Launched:
+        begun_s = time.perf_counter()
         value: Any = self._source
         for message in self._present(step, self._inputs.get(task, ())):  # the last of them goes into the program
             value = self._mailbox.take(step, message)

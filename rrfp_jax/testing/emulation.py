@@ -8,7 +8,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, repeat
 from pathlib import Path
 from statistics import fmean
 
@@ -69,6 +70,7 @@ def emulate(
     absent: Sequence[Absences] = (),
     owners: StepOwners | None = None,
     sleeps: InjectedSleeps | None = None,
+    piece_ms: float = 0.0,
 ) -> Emulation:
     """Runs ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
 
@@ -88,6 +90,7 @@ def emulate(
         owners: the owners of the microbatches in all steps; None: the blocks of replicas. Units that are lost are not
             started.
         sleeps: the RRFP paper's sleeps within tasks, as in a simulation.
+        piece_ms: the time of each of the pieces of other work that idle stages run, without ``launch_ms``; 0: none.
 
     Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost, and
     ValueError for owners that do not fit the pipeline, or that several processes cannot have.
@@ -107,6 +110,7 @@ def emulate(
     activation = activation_spec(activation_bytes)
 
     accelerated: list[AcceleratedStage] = []
+    emulated_stages: dict[int, EmulatedStage] = {}
 
     def make_stage(stage: int, send_array: SendArray) -> StageExecutor:
         emulated = EmulatedStage(
@@ -121,6 +125,7 @@ def emulate(
             num_devices=process.layout.unit_size,
             hands_ahead=launch_ms is not None and process.layout.num_ranks == 1,
         )
+        emulated_stages[stage] = emulated
         if launch_ms is None:
             return emulated
         accelerator = EmulatedAccelerator(launch_ms=launch_ms)
@@ -147,7 +152,12 @@ def emulate(
     runtime = process.start(
         arbiters,
         make_stage,
-        RuntimeOptions(progress_deadline_s=progress_deadline_s, log_steps=log_steps, other_owners=owners is not None),
+        RuntimeOptions(
+            progress_deadline_s=progress_deadline_s,
+            log_steps=log_steps,
+            other_owners=owners is not None,
+            pieces=(lambda stage: repeat(partial(emulated_stages[stage].run_piece, piece_ms))) if piece_ms else None,
+        ),
         edge=edge,
         just_in_time=just_in_time,
         delay_s=delay_s if link_delays_ms else None,

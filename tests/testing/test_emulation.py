@@ -65,7 +65,9 @@ def test_every_task_runs_once_a_step_and_the_event_log_replays_exactly(order: di
 def test_steps_that_overlap_end_in_order_where_no_stage_updates() -> None:
     # At this window younger steps are done first on some stages.
     order = OrderingOptions(hint="bfw", window=5, delay=1).resolve(num_stages=4, num_microbatches=4)
-    emulation = emulate(order.arbiters(RULES, certain_ahead=True), np.full((1, 4, 4, 3), 2.0), 20, progress_deadline_s=10)
+    emulation = emulate(
+        order.arbiters(RULES, certain_ahead=True), np.full((1, 4, 4, 3), 2.0), 20, progress_deadline_s=10
+    )
     assert all(len(emulation.timeline.of_step(step).spans) == 3 * 4 * 4 for step in range(20))
 
 
