@@ -30,19 +30,28 @@ rule: a slot is free, and afterwards the oldest unfinished microbatch of that se
 Let T be the first unfinished task of the total order, with nothing running and nothing under way. All that T waits for
 has finished, and its step has started, since the step before the last has ended here. T's microbatch is the oldest
 unfinished one, so the window has kept a slot for it. So the stage runs T or another task.
+
+Beginning in the middle
+-----------------------
+The stage is never idle between steps, so an event log opens its segments at a step's end, when at most one other step
+is under way, whose R and U wait for nothing more. That step is kept as a :class:`StepUnderWay`. The state of its
+arbiter follows from the messages that have come and the tasks that have finished, in whatever order that was, from the
+running ones in theirs, and from the hint's state: all but the last are counts that only fall.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from rrfp_jax.core.arbiter import StageArbiter
 from rrfp_jax.core.dispatch import Certainty
-from rrfp_jax.core.events import Event, FinishStep, Instruction, Message, StepStarted
+from rrfp_jax.core.events import Event, FinishStep, InputArrived, Instruction, Message, StepStarted
 from rrfp_jax.core.explain import IllegalTransition, Waiting
 from rrfp_jax.core.hints import Choice, Heads
 from rrfp_jax.core.memory import Window
+from rrfp_jax.core.plan import FINISHED
 from rrfp_jax.core.stage_setup import StageSetup, StepPlan
-from rrfp_jax.schedules import Task
+from rrfp_jax.schedules import Absences, Task
 from rrfp_jax.schedules.timeline import IdleReason
 
 _TURN_OF_LANE = (2, 1, 3, 0)
@@ -98,6 +107,25 @@ def _turn(ranked: StepPlan, position: int) -> int:
     return _TURN_OF_LANE[ranked.plan.lanes[ranked.at[position]]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepUnderWay:
+    """A plain record of a step that has begun on a stage, from which its arbiter goes on.
+
+    Event logs hold this record, so its fields are part of their format.
+    """
+
+    step: int
+    absent: Absences
+    arrived: tuple[Message, ...]
+    finished: tuple[Task, ...]
+    running: tuple[Task, ...]
+    """The running tasks, in the order in which they were handed over."""
+    is_due: bool
+    """Whether the first of these counts as finished."""
+    is_told: bool
+    hint_state: int
+
+
 class _OneOfTwo(StageArbiter):
     """The arbiter of every second step, which dispatches when it is told to."""
 
@@ -126,6 +154,51 @@ class _OneOfTwo(StageArbiter):
             self._count_down(tuple(self._end_nodes()), out)
             if not self._left:
                 self._end_step(out)
+
+    def record(self) -> StepUnderWay:
+        ranked, waiting = self._ranked, self._waiting
+        tasks, absent = ranked.plan.tasks, ranked.plan.absent
+        assert self.step is not None
+        return StepUnderWay(
+            step=self.step,
+            absent=ranked.absent,
+            arrived=tuple(message for message, n in ranked.plan.arrivals.items() if n in self._arrived),
+            finished=tuple(tasks[node] for node in ranked.at if waiting[node] == FINISHED and node not in absent),
+            running=self.running(),
+            is_due=self.is_due,
+            is_told=self._is_told,
+            hint_state=self._hint_state,
+        )
+
+    def go_on(self, past: StepUnderWay) -> None:
+        """Come to the recorded state. Raises ValueError for a record of a state that cannot be."""
+        unheeded: list[Instruction] = []
+        self._start_step(StepStarted(past.step, 0.0, past.absent), unheeded)
+        for message in past.arrived:
+            self._arrive(InputArrived(past.step, 0.0, message), unheeded)
+        left = past.finished
+        while left:
+            later = []
+            for task in left:
+                if self._waiting[self._ranked.plan.index[task]]:
+                    later.append(task)
+                else:
+                    self._start_ready(task, unheeded)
+                    self._finish_task(task, unheeded)
+            if len(later) == len(left):
+                raise ValueError(f"{later[0]} of step {past.step} finished, although it lacks something")
+            left = tuple(later)
+        for number, task in enumerate(past.running):
+            self._start_ready(task, unheeded)
+            if past.is_due and not number:
+                self._count_as_ended(self._running[-1], unheeded)
+        self._is_told, self._hint_state = past.is_told, past.hint_state
+
+    def _start_ready(self, task: Task, out: list[Instruction]) -> None:
+        node = self._ranked.plan.index[task]
+        if self._waiting[node]:
+            raise ValueError(f"{task} of step {self.step} runs, although it lacks something")
+        self._start(node, self._ranked.position[node], out)
 
     def _dispatch(self, out: list[Instruction]) -> None:
         """Leave it to the stage's arbiter, which knows both steps."""
@@ -210,6 +283,31 @@ class OverlappedArbiter:
         twin._link()
         return twin
 
+    def fresh(self, after: int | None, past: StepUnderWay | None = None) -> Self:
+        """Returns an arbiter made alike that has ended step ``after``, or has not begun, and knows no later steps but
+        the next one, if that is under way.
+
+        ``past``: the result of :meth:`step_under_way` when that step had ended.
+        """
+        twin = self.copy()
+        ones = []
+        for number, one in enumerate(twin._pair):
+            one._end_waits = False
+            ones.append(one.fresh(None if after is None else after - (after - number) % 2))
+        twin._pair = (ones[0], ones[1])
+        twin._active, twin._last = (), after
+        if past is not None:
+            if after is None or past.step != after + 1:
+                raise ValueError(f"step {past.step} is under way after the end of step {after}")
+            twin._of(past.step).go_on(past)
+            twin._active, twin._last = (past.step,), past.step
+        twin._link()
+        return twin
+
+    def step_under_way(self) -> StepUnderWay | None:
+        """Returns a record of the step that is under way right after the end of another one; None: there is none."""
+        return self._of(self._active[0]).record() if self._active else None
+
     def key(self) -> Hashable:
         """Returns the state as a hashable value: equal keys mean equal futures."""
         return (self._active, self._last, *(one.key() for one in self._pair), *(one._end_waits for one in self._pair))
@@ -229,6 +327,8 @@ class OverlappedArbiter:
         if type(event) is StepStarted:
             self._check_start(event)
             one._end_waits = bool(self._active)
+            if self._last is None:
+                self._of(step + 1).step = step - 1  # as if that step had ended here, as it has before any other start
         out = one.handle(event)
         if type(event) is StepStarted:
             self._active, self._last = (*self._active, step), step
@@ -316,9 +416,9 @@ class OverlappedArbiter:
             for each in self._of(step).waiting()
         ]
 
-    def tell(self, microbatch: int) -> str:
-        """Returns the story of one microbatch in each step under way, one line per task."""
-        return "\n".join(f"  step {step}:\n{self._of(step).tell(microbatch)}" for step in self._active)
+    def of_step(self, step: int) -> StageArbiter:
+        """Returns the arbiter of every second step, of which this step is one."""
+        return self._of(step)
 
     def idle_reason(self) -> IdleReason | None:
         """Returns why the stage runs nothing, by the older step that has a task left; None while it runs a task."""

@@ -1,6 +1,7 @@
 """A plain record of a stage's arbiter, from which one made alike can be built anywhere: for event logs."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from rrfp_jax.core.arbiter import StageArbiter
 from rrfp_jax.core.foresight import ForesightRules
@@ -16,6 +17,7 @@ from rrfp_jax.core.hints import (
     strict,
 )
 from rrfp_jax.core.memory import AheadBound
+from rrfp_jax.core.overlap import OverlappedArbiter
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.stage_setup import OtherRows, StageSetup
 from rrfp_jax.schedules import PipelineGraph, Placement, Task
@@ -54,6 +56,8 @@ class SavedArbiter:
     """How many batches a step that evaluates runs; 0: none evaluates."""
     certain_ahead: bool
     """Whether certain choices are handed over early."""
+    delay: int = 0
+    """How many updates the weights of a step lack; with 1, two steps may be under way."""
     other_rows: tuple[tuple[int, tuple[Task, ...] | None], ...] = ()
     """For steps with other owners: the numbers of microbatches that the stage has had in these, and its table's row for
     each; None: there is no such table."""
@@ -79,6 +83,7 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         read_ahead=() if is_strict else setup.read_ahead,
         evaluation_batches=setup.evaluation_batches,
         certain_ahead=setup.certain_ahead,
+        delay=setup.delay,
         other_rows=tuple(setup.other_rows.made.items()),
     )
 
@@ -117,7 +122,10 @@ def rebuild(
         evaluation_batches=saved.evaluation_batches,
         certain_ahead=saved.certain_ahead,
         other_rows=OtherRows(made=dict(saved.other_rows)),
+        delay=saved.delay,
     )
+    if saved.delay:
+        return cast(StageArbiter, OverlappedArbiter(setup))
     return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 
 

@@ -3,7 +3,8 @@
 The log of events is kept in segments of one step. A segment opens when the stage is idle: the arbiter's whole state is
 then the step that it has ended, its estimates for foresight, and the events that came early for later steps. The
 segment keeps the state and begins with the early events, so a replay needs nothing from before it; only the newest
-segments are kept.
+segments are kept. Where steps overlap, the next step is under way at a step's end; the segment then keeps its state too
+(:mod:`rrfp_jax.core.overlap`).
 
 From a file a process's arbiters can be rebuilt and fed again without JAX, model or hardware
 (:mod:`rrfp_jax.runtime.replay`). It is gzipped JSON with a name and a version, so that any program can read it; never a
@@ -17,14 +18,14 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, RunTask, StageArbiter
-from rrfp_jax.core.overlap import OverlappedArbiter
+from rrfp_jax.core.overlap import OverlappedArbiter, StepUnderWay
 from rrfp_jax.core.snapshot import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.record_files import parse_json, read_record
@@ -33,7 +34,7 @@ from rrfp_jax.runtime.failure import WaitForReport
 from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
-FORMAT, VERSION = "rrfp-jax event log", 8
+FORMAT, VERSION = "rrfp-jax event log", 9
 PATTERN = "events*.json.gz"
 """The names of a run directory's logs."""
 _MOST_BYTES = 1 << 28
@@ -55,43 +56,47 @@ class Segment:
     """Events for later steps that had come before, in order."""
     estimates: Estimates | None
     """The stage's estimates at that time; None if it has no foresight."""
+    under_way: StepUnderWay | None = None
+    """The next step, if it had begun before; early events are for steps after it."""
     entries: list[tuple[Event, list[Instruction]]]
     """Each event and the instructions that answered it."""
 
 
-def open_segment(arbiter: StageArbiter, segment: Segment) -> StageArbiter:
+def open_segment(arbiter: StageArbiter | OverlappedArbiter, segment: Segment) -> StageArbiter:
     """Returns an arbiter made like this one, in the state in which a segment begins."""
-    fresh = arbiter.fresh(segment.ended, segment.estimates)
+    if isinstance(arbiter, OverlappedArbiter):
+        fresh = cast(StageArbiter, arbiter.fresh(segment.ended, segment.under_way))
+    else:
+        fresh = arbiter.fresh(segment.ended, segment.estimates)
     for event in segment.early:
         fresh.handle(event)  # its answers, notes to a group, were given when it came
     return fresh
 
 
 class EventLog:
-    """The newest ``max_segments`` segments of one stage; none where steps overlap, since the stage is never idle
-    then."""
+    """The newest ``max_segments`` segments of one stage."""
 
     def __init__(self, arbiter: StageArbiter | OverlappedArbiter, max_segments: int) -> None:
         self.segments: deque[Segment] = deque(maxlen=max_segments)
-        if isinstance(arbiter, OverlappedArbiter):
-            return
-        self._arbiter, self.arbiter = arbiter, arbiter.fresh(None)
+        self._arbiter, self.arbiter = arbiter, cast(StageArbiter, arbiter.fresh(None))
         """The stage's own arbiter, and one made like it that is never driven."""
         self._open(arbiter.step, [])
 
     def append(self, event: Event, instructions: list[Instruction]) -> None:
         """Logs an event and its answer; the end of a step opens the next segment."""
-        if not self.segments:
-            return
         self.entries.append((event, instructions))
         if instructions and isinstance(instructions[-1], FinishStep):
             ended = instructions[-1].step
-            # The next segment begins with all that has come early for its step or later ones.
-            events = [*self.segments[-1].early, *(event for event, _ in self.entries)]
-            self._open(ended, [event for event in events if event.step > ended])
+            # The next segment begins with all that has come early for steps that have not begun.
+            self._open(ended, [*self.segments[-1].early, *(event for event, _ in self.entries)])
 
-    def _open(self, ended: int | None, early: Iterable[Event]) -> None:
-        segment = Segment(ended=ended, early=tuple(early), estimates=self._arbiter.estimates(), entries=[])
+    def _open(self, ended: int | None, events: Sequence[Event]) -> None:
+        own = self._arbiter
+        under_way = own.step_under_way() if isinstance(own, OverlappedArbiter) else None
+        begun = ended if under_way is None else under_way.step
+        early = tuple(event for event in events if begun is None or event.step > begun)
+        estimates = own.estimates()
+        segment = Segment(ended=ended, early=early, estimates=estimates, under_way=under_way, entries=[])
         self.segments.append(segment)
         self.entries = segment.entries
         """The entries of the newest segment."""

@@ -7,10 +7,11 @@ timeline, and the wait-for report of all processes whose logs are given.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, TaskFinished
+from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
 from rrfp_jax.core.explain import event_text, instruction_text
+from rrfp_jax.core.overlap import OverlappedArbiter
 from rrfp_jax.core.snapshot import rebuild
 from rrfp_jax.runtime.event_log import RunLog, Segment, StageLog, StageRecorder, open_segment
 from rrfp_jax.runtime.failure import WaitForReport, stage_state
@@ -146,6 +147,8 @@ class StageReplay:
             elif isinstance(instruction, FinishStep):
                 recorder.end(time_s)
                 self.timeline.extend(recorder.take())
+                if self.arbiter.is_active or instruction is not instructions[-1]:
+                    recorder.begin(instruction.step + 1, time_s)
         recorder.observe(time_s, self.arbiter.idle_reason())
         self.last_event_s = time_s
 
@@ -254,9 +257,12 @@ def happenings(replay: StageReplay, microbatch: int, step: int) -> Iterator[Happ
 
 def standing(replay: StageReplay, microbatch: int, step: int) -> str:
     """Returns the state of the microbatch at the log's end, one line per task."""
-    present = replay.arbiter.step
-    if present == step:
-        return replay.arbiter.tell(microbatch)
+    arbiter = cast(StageArbiter | OverlappedArbiter, replay.arbiter)
+    if isinstance(arbiter, OverlappedArbiter):
+        arbiter = arbiter.of_step(step)
+    present = arbiter.step
+    if present == step and arbiter.is_active:
+        return arbiter.tell(microbatch)
     if present is None or present < step:
         return f"  step {step} had not begun here"
     return f"  step {step} had ended here"

@@ -92,15 +92,14 @@ class LoggedRun:
 
     def can_go_on(self) -> bool:
         """Whether anything is under way but starts that wait for the end of a step."""
-        return any(not (isinstance(e, StepStarted) and self.arbiters[p].is_active) for p, e in self.pending)
+        return any(self._may_come(p, e) for p, e in self.pending)
+
+    def _may_come(self, place: Place, event: Event) -> bool:
+        return not isinstance(event, StepStarted) or self.arbiters[place].may_start(event.step)
 
     def draw_event(self) -> tuple[Place, Event]:
         """What happens next; of a place some events come in their order, whichever of them is drawn."""
-        possible = [
-            n
-            for n, (p, e) in enumerate(self.pending)
-            if not (isinstance(e, StepStarted) and self.arbiters[p].is_active)
-        ]
+        possible = [n for n, (p, e) in enumerate(self.pending) if self._may_come(p, e)]
         number = possible[self.draw(len(possible))]
         place, event = self.pending[number]
         if isinstance(event, StepStarted) or (isinstance(event, TaskFinished) and self.ends_in_order):

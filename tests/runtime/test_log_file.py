@@ -35,12 +35,14 @@ from rrfp_jax.core import (
     schedule_hint,
     strict,
 )
+from rrfp_jax.core.overlap import OverlappedArbiter
 from rrfp_jax.core.snapshot import rebuild, save_arbiter
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.event_log import FORMAT, VERSION, RunLog, log_name, open_segment, read_log, take_log, write_log
 from rrfp_jax.runtime.failure import StageState, WaitForReport
-from rrfp_jax.runtime.replay import happenings, replay_run
+from rrfp_jax.runtime.replay import happenings, replay_run, standing
 from rrfp_jax.schedules import Op, ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, with_operations
+from rrfp_jax.schedules.timeline import Timeline
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement
 from tests.runtime.logged_runs import LoggedRun, arbiter_of
 
@@ -182,14 +184,43 @@ def test_random_runs_replay_from_their_files_wherever_they_end(seed: int, num_ev
             assert stage.arbiter.key() == arbiters[stage.arbiter.stage, member].key()
 
 
-def test_a_changed_instruction_is_the_first_difference() -> None:
-    log = log_of(LoggedRun({(s, 0): arbiter_of(s) for s in range(3)}).start(2).run())
+@given(st.integers(0, 2**64), st.integers(0, 400))
+@settings(max_examples=30)
+def test_steps_that_overlap_replay_from_every_segment(seed: int, num_events: int) -> None:
+    random = Random(seed)
+    arbiters = {
+        place: OverlappedArbiter(replace(arbiter.setup, foresight=None, delay=1))
+        for place, arbiter in random_arbiters(random).items()
+        if not place[1]
+    }
+    early = random.random() < 0.5
+    run = LoggedRun(arbiters, draw=random.randrange, decides_early=early, log_steps=3).start(6).run(num_events)
+    log = from_plain(RunLog, json.loads(json.dumps(to_plain(log_of(run)))))
+    replay = replay_run([log])
+    for stage in replay.stages:
+        assert stage.difference is stage.refusal is None
+        assert stage.arbiter.key() == arbiters[stage.arbiter.stage, 0].key()
+        for segment in stage.log.segments:
+            open_segment(stage.arbiter, segment).validate()
+    check_nothing_happens_at_once(replay.timeline())
+
+
+def overlapped_log() -> RunLog:
+    arbiters = {(s, 0): OverlappedArbiter(replace(arbiter_of(s).setup, delay=1)) for s in range(3)}
+    log = log_of(LoggedRun(arbiters, draw=Random(0).randrange).start(5).run(132))
+    assert all(segment.under_way for stage in log.stages for segment in stage.segments)
+    return log
+
+
+@pytest.mark.parametrize("make_log", [overlapped_log, None])
+def test_a_changed_instruction_is_the_first_difference(make_log: Any) -> None:
+    log = make_log() if make_log else log_of(LoggedRun({(s, 0): arbiter_of(s) for s in range(3)}).start(2).run())
     stages = list(log.stages)
     segments = list(stages[1].segments)
     entries = list(segments[0].entries)
     number = next(n for n, (_, out) in enumerate(entries) if any(isinstance(i, RunTask) for i in out))
     event, instructions = entries[number]
-    entries[number] = (event, (*instructions[:-1], RunTask(event.step, Task(TaskKind.F, 1, 2))))
+    entries[number] = (event, (*instructions[:-1], RunTask(event.step, Task(TaskKind.W, 1, 2))))
     segments[0] = with_fields(segments[0], entries=tuple(entries))
     stages[1] = with_fields(stages[1], segments=tuple(segments))
     replay = replay_run([with_fields(log, stages=tuple(stages))])
@@ -197,7 +228,7 @@ def test_a_changed_instruction_is_the_first_difference() -> None:
     difference = replay.stages[1].difference
     assert difference is not None
     assert (difference.number, difference.event) == (number, event)
-    assert "1F2" in str(difference).splitlines()[1]
+    assert "1W2" in str(difference).splitlines()[1]
     assert replay.stages[1].num_events == number
 
 
@@ -211,6 +242,29 @@ def test_a_state_that_does_not_follow_from_the_events_before_is_a_difference() -
 
 def with_fields(record: Any, **values: Any) -> Any:
     return type(record)(**{**vars(record), **values})
+
+
+def test_a_step_that_is_under_way_otherwise_than_recorded_is_a_difference() -> None:
+    log = overlapped_log()
+    whole = replay_run([log]).stages[1]
+    assert [standing(whole, 1, step).splitlines()[0] for step in (2, 3, 4, 5)] == [
+        "  step 2 had ended here",
+        "  1F1 has finished",
+        "  1F1 waits for activation of microbatch 1 from chunk 0 to chunk 1",
+        "  step 5 had not begun here",
+    ]
+    segments, others = log.stages[1].segments, (log.stages[0], log.stages[2])
+    past = segments[1].under_way
+    assert past is not None
+    assert past.finished
+    for changed in (with_fields(past, hint_state=1 - past.hint_state), with_fields(past, is_told=not past.is_told)):
+        begun = (segments[0], with_fields(segments[1], under_way=changed))
+        replay = replay_run([with_fields(log, stages=(with_fields(log.stages[1], segments=begun), *others))])
+        assert str(replay.stages[1].difference).endswith("the stage's next step does not begin in the recorded state")
+    unready = with_fields(past, finished=past.finished[:-1], running=(*past.running, past.running[0]))
+    begun = (segments[0], with_fields(segments[1], under_way=unready))
+    with pytest.raises(ValueError, match=r"the log of stage 1 contradicts itself: .* lacks something"):
+        replay_run([with_fields(log, stages=(with_fields(log.stages[1], segments=begun), *others))])
 
 
 def test_the_event_that_broke_the_core_breaks_it_again() -> None:
@@ -239,7 +293,11 @@ def test_the_timeline_is_that_of_the_events() -> None:
     assert {(s.step, s.task) for s in timeline.spans} == finished.keys() | running
     assert all(s.end_s == finished[s.step, s.task] for s in timeline.spans if (s.step, s.task) not in running)
     assert timeline.waits
-    for stage in range(3):
+    check_nothing_happens_at_once(timeline)
+
+
+def check_nothing_happens_at_once(timeline: Timeline) -> None:
+    for stage in range(timeline.num_stages):
         record = sorted(
             (r.start_s, r.end_s) for r in (*timeline.of_stage(stage).spans, *timeline.of_stage(stage).waits)
         )
@@ -376,12 +434,12 @@ def test_files_that_are_cut_or_damaged_are_refused(written: Path) -> None:
     ("content", "message"),
     [
         (b'{"format": "rrfp-jax event log"}', "version None"),
-        (b'{"format": "rrfp-jax event log", "version": 1, "log": {}}', "this program reads version 8"),
+        (b'{"format": "rrfp-jax event log", "version": 1, "log": {}}', "this program reads version 9"),
         (b'{"format": "another"}', "is no event log"),
         (b"[1, 2]", "is no event log"),
         (b"\x80\x04}\x94.", "is no event log"),
         (b"[" * 100_000, "is no event log"),
-        (b'{"format": "rrfp-jax event log", "version": 8}', "an object with rank"),
+        (b'{"format": "rrfp-jax event log", "version": 9}', "an object with rank"),
     ],
 )
 def test_foreign_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
@@ -440,7 +498,10 @@ def test_files_that_are_not_compressed_or_not_there_are_refused(tmp_path: Path) 
 @settings(max_examples=150)
 def test_logs_with_a_changed_value_are_refused_or_replayed_but_never_break_the_program(seed: int) -> None:
     random = Random(seed)
-    log = log_of(LoggedRun({(s, 0): arbiter_of(s, num_microbatches=2) for s in range(2)}).start(2).run(25))
+    if random.random() < 0.5:
+        log = overlapped_log()
+    else:
+        log = log_of(LoggedRun({(s, 0): arbiter_of(s, num_microbatches=2) for s in range(2)}).start(2).run(25))
     plain = to_plain(log)
     node, key = plain, "stages"
     while isinstance(node[key], list | dict) and len(node[key]) and random.random() < 0.95:

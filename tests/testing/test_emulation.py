@@ -51,6 +51,7 @@ def run(
         {"schedule": "zb-h1"},
         {"hint": "bf-deep", "chunks_per_stage": 2},
         {"hint": "bf", "certain_ahead": True},
+        {"hint": "bfw", "certain_ahead": True, "delay": 1},
     ],
 )
 def test_every_task_runs_once_a_step_and_the_event_log_replays_exactly(order: dict[str, Any]) -> None:
