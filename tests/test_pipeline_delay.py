@@ -27,6 +27,7 @@ from tests import test_pipeline_slices as sliced
 from tests import test_pipeline_vocabulary as sharded
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
+from tests.runtime.logged_runs import replays_as_recorded
 from tests.test_pipeline_context import make_batches
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden": 16, "num_layers": 4, "num_heads": 4, "mlp_dim": 32}
@@ -35,6 +36,10 @@ MODELS = {
     "tied": LanguageModelConfig(**SIZES, init_std=0.1, tie_embeddings=True),
 }
 OPTIMIZER = optax.adamw(optax.linear_schedule(1e-3, 5e-3, 6), weight_decay=0.01, eps=1e-3)
+NADAM = make_optimizer(
+    OptimizerConfig(learning_rate=5e-3, schedule="constant", arguments={"nesterov": True, "b1": 0.99, "eps": 1e-3}),
+    optax.constant_schedule(5e-3),
+)
 NUM_STEPS, CLIP, SPOILT = 6, 0.5, 3
 
 
@@ -47,14 +52,21 @@ def batches(*, spoilt: bool = False) -> list[dict[str, np.ndarray]]:
 
 
 @cache
-def plain(model: str = "untied", *, delay: int = 1, spoilt: bool = False, frozen: tuple[str, ...] = ()) -> Any:
+def plain(
+    model: str = "untied",
+    *,
+    delay: int = 1,
+    spoilt: bool = False,
+    frozen: tuple[str, ...] = (),
+    optimizer: Any = OPTIMIZER,
+) -> Any:
     (chunk,) = language_model(MODELS[model]).split(1)
     start = jax.jit(chunk.init)(jax.random.key(1))
     norms: list[float] = []
     losses, params = train_plainly(
         [chunk],
         start,
-        OPTIMIZER,
+        optimizer,
         batches(spoilt=spoilt),
         clip_norm=CLIP,
         norms=norms,
@@ -66,9 +78,9 @@ def plain(model: str = "untied", *, delay: int = 1, spoilt: bool = False, frozen
 
 
 def pipeline_of(model: str = "untied", num_chunks: int = 4, **options: Any) -> Pipeline:
-    options = {"placement": linear(4), "delay": 1, "hint": "bf"} | options
+    options = {"placement": linear(4), "delay": 1, "hint": "bf", "optimizer": OPTIMIZER} | options
     chunks = language_model(MODELS[model]).split(num_chunks)
-    return make_pipeline(chunks, optimizer=OPTIMIZER, clip_norm=CLIP, progress_deadline_s=60, **options)
+    return make_pipeline(chunks, clip_norm=CLIP, progress_deadline_s=60, **options)
 
 
 def train(model: str = "untied", num_chunks: int = 4, *, spoilt: bool = False, **options: Any) -> Any:
@@ -79,6 +91,7 @@ def train(model: str = "untied", num_chunks: int = 4, *, spoilt: bool = False, *
             results.append(metrics)
         params = jax.tree.map(np.array, pipeline.params(state))
         results = [metrics.result() for metrics in results]
+        assert all(map(replays_as_recorded, pipeline.runtime.logs().values()))
         peaks = np.max([result.peak_memory_bytes for result in results], axis=0)
         assert all(peak <= forecast.peak for peak, forecast in zip(peaks, pipeline.forecast, strict=True))
         return results, params
@@ -101,6 +114,7 @@ def train(model: str = "untied", num_chunks: int = 4, *, spoilt: bool = False, *
                 ("untied", 2, {"placement": linear(2), "data": 2, "tensor": 2, "hint": "bfw"}),
                 ("untied", 2, {"placement": linear(2), "mesh": {"fsdp": 2}, "remat": "dots"}),
                 ("untied", 4, {"dispatch_ahead": 0}),
+                ("untied", 2, {"placement": linear(2), "optimizer": NADAM}),
                 ("untied", 4, {"dispatch_ahead": "just-in-time", "hint": "bfw"}),
                 ("tied", 4, {"schedule": build_schedule("1f1b", ScheduleRequest(num_stages=4, num_microbatches=4))}),
                 ("untied", 4, {"schedule": build_schedule("zb-h1", ScheduleRequest(num_stages=4, num_microbatches=4))}),
@@ -111,10 +125,11 @@ def train(model: str = "untied", num_chunks: int = 4, *, spoilt: bool = False, *
 )
 def test_training_is_that_of_the_loop_with_the_same_delay(model: str, num_chunks: int, options: dict[str, Any]) -> None:
     results, params = train(model, num_chunks, **options)
-    losses, expected, norms = plain(model)
+    optimizer = options.get("optimizer", OPTIMIZER)
+    losses, expected, norms = plain(model, optimizer=optimizer)
     assert_same_training([result.loss for result in results], params, losses, expected)
     np.testing.assert_allclose([result.grad_norm for result in results], norms, rtol=1e-5)
-    assert not np.allclose(losses, plain(model, delay=0)[0], rtol=1e-4)
+    assert not np.allclose(losses, plain(model, delay=0, optimizer=optimizer)[0], rtol=1e-4)
 
 
 @pytest.mark.slow

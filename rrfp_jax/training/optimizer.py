@@ -151,8 +151,8 @@ def _group_of(config: OptimizerConfig, path: str) -> ParameterGroup | None:
 # -- directions --------------------------------------------------------------------------------------------------------
 
 
-def _adam(settings: _Settings) -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=settings["b1"], b2=settings["b2"], eps=settings["eps"])
+def _adam(settings: _Settings, *, nesterov: bool = False) -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=settings["b1"], b2=settings["b2"], eps=settings["eps"], nesterov=nesterov)
 
 
 def _adafactor(settings: _Settings) -> optax.GradientTransformation:
@@ -206,7 +206,7 @@ def _muon(settings: _Settings) -> optax.GradientTransformation:
 
 
 _DIRECTIONS: Mapping[str, Callable[[_Settings], optax.GradientTransformation]] = {
-    ADAMW: _adam,
+    ADAMW: lambda settings: _adam(settings, nesterov=settings["nesterov"]),
     LION: lambda settings: optax.scale_by_lion(b1=settings["b1"], b2=settings["b2"]),
     SGD: lambda settings: (
         optax.trace(decay=settings["momentum"], nesterov=settings["nesterov"])

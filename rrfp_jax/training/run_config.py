@@ -350,7 +350,7 @@ ADAMW, LION, SGD, MUON, ADAFACTOR = "adamw", "lion", "sgd", "muon", "adafactor"
 CONSTANT, COSINE, LINEAR, STABLE = "constant", "cosine", "linear", "warmup-stable-decay"
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
-    ADAMW: {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+    ADAMW: {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "nesterov": False, "weight_decay": 0.1},
     LION: {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1},
     SGD: {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
     MUON: {
@@ -449,11 +449,11 @@ class OptimizerConfig:
     defaults. ``rrfp train --print-config`` prints all of them. ``weight_decay`` is decoupled, times the learning rate,
     and spares vectors (norm scales). ``consistent_rms`` of Muon is the root mean square of the entries of an update, 0
     for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
-    that it leaves to Adam. ``feedback`` applies twice an
-    update less the one before, which makes up for a part of what ``pipeline.delay`` costs. Any takes ``average_decay``,
-    such as 0.999: evaluations, exports and samples use the exponential moving average of the parameters; and
-    ``spike_deviations``, such as 6: a step is left out whose gradient norm is more than so many standard deviations
-    above the mean of the last ``spike_window`` ones (128)."""
+    that it leaves to Adam. ``nesterov`` looks ahead along the momentum, which makes AdamW NAdam. ``feedback`` applies
+    twice an update less the one before; either makes up for a part of what ``pipeline.delay`` costs. Any takes
+    ``average_decay``, such as 0.999: evaluations, exports and samples use the exponential moving average of the
+    parameters; and ``spike_deviations``, such as 6: a step is left out whose gradient norm is more than so many
+    standard deviations above the mean of the last ``spike_window`` ones (128)."""
     schedule: str = COSINE
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
@@ -492,8 +492,9 @@ class OptimizerConfig:
         check_fields(self, _NORM, "clip_norm")
         check_fields(self, NOT_NEGATIVE, "final_learning_rate", "warmup_steps")
         check_fields(self, AT_LEAST_1, "decay_steps")
-        if self.arguments.get("nesterov") and not self.arguments["momentum"]:
-            raise ValueError("nesterov looks ahead along the momentum, which is 0: give momentum, or nesterov false")
+        momentum = "b1" if self.name == ADAMW else "momentum"
+        if self.arguments.get("nesterov") and not self.arguments[momentum]:
+            raise ValueError(f"nesterov looks ahead along the momentum, which is 0: give {momentum}, or nesterov false")
         if [*self.spike_rule] == ["spike_window"]:
             raise ValueError("spike_window is the number of norms that tell a spike: give spike_deviations, such as 6")
 

@@ -59,7 +59,7 @@ def test_the_value_of_a_configuration_is_told(tmp_path: Path, capsys: Captured) 
     assert "value {factor: 8.0, kind: llama3, low_freq_factor: 1.0," in flat(
         told(capsys, "--explain", "rope_scaling", "--config", str(path))
     )
-    assert "value {b1: 0.9, b2: 0.95, eps: 1.0e-08, weight_decay: 0.1, feedback: false} in cpu/debug" in flat(
+    assert "value {b1: 0.9, b2: 0.95, eps: 1.0e-08, nesterov: false, weight_decay: 0.1, feedback: false} in" in flat(
         told(capsys, "--explain", "optimizer.arguments", "--config", "cpu/debug")
     )
     assert "value no section vision in cpu/debug" in flat(

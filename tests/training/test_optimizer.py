@@ -66,6 +66,10 @@ def of_optax(params: Any) -> Any:
 
 THE_SAME = {
     "adamw": ({"weight_decay": 0.2}, optax.adamw(RATE, b2=0.95, weight_decay=0.2, mask=matrices)),
+    "adamw nesterov": (
+        {"nesterov": True, "b1": 0.99, "weight_decay": 0.2},
+        optax.nadamw(RATE, b1=0.99, b2=0.95, weight_decay=0.2, mask=matrices),
+    ),
     "lion": ({"weight_decay": 0.2}, optax.lion(RATE, weight_decay=0.2, mask=matrices)),
     "sgd": ({}, optax.sgd(RATE)),
     "sgd nesterov": ({"momentum": 0.9, "nesterov": True}, optax.sgd(RATE, momentum=0.9, nesterov=True)),

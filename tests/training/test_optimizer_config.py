@@ -52,6 +52,10 @@ def test_a_name_has_its_own_defaults_and_the_resolved_record_is_read_as_the_same
             {"name": "sgd", "arguments": {"nesterov": True}},
             "nesterov looks ahead along the momentum, which is 0: give momentum",
         ),
+        (
+            {"arguments": {"nesterov": True, "b1": 0}},
+            "nesterov looks ahead along the momentum, which is 0: give b1, or",
+        ),
         ({"name": "muon", "arguments": {"momentum": 1.0}}, "momentum is 1.0: give at least 0 and less than 1"),
         ({"arguments": {"spike_deviations": 0}}, "spike_deviations is 0: give a positive number"),
         ({"arguments": {"spike_window": 16}}, "spike_window is the number of norms that tell a spike: give spike_dev"),

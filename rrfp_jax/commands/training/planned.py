@@ -276,10 +276,10 @@ def about_layout() -> Iterator[None]:
 def _warn_of_delay(config: TrainConfig, num_microbatches: int) -> None:
     """Warn where steps that overlap cost more than they have to, or leave a bubble."""
     optimizer, num_stages = config.optimizer, config.pipeline.num_stages
-    if optimizer.name == ADAMW and not optimizer.arguments["feedback"]:
+    if optimizer.name == ADAMW and not (optimizer.arguments["feedback"] or optimizer.arguments["nesterov"]):
         _log.warning(
             "delay 1 cost AdamW 0.28 of loss at 360M parameters, and Muon 0.01 (arXiv 2606.30634): give optimizer.name "
-            "muon, or optimizer.arguments {feedback: true}"
+            "muon, or optimizer.arguments {feedback: true} or {nesterov: true}"
         )
     # Two steps fill a pipeline that one microbatch takes num_stages slots to pass, in both directions.
     filled = 2 * num_microbatches / (num_stages + num_microbatches - 1)
