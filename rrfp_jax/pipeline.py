@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rrfp_jax.core import Order, Ordering
+from rrfp_jax.core import BY_STAGE, Order, Ordering
 from rrfp_jax.core.replicas import StepOwners, check_blocks, microbatches_per_replica, with_owners
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.field_rules import is_whole, typed, with_type
@@ -141,14 +141,14 @@ class Pipeline:
         """The hold of the state that ``init`` or ``restore`` made last."""
         self.chunks, self.optimizer = check_chunks(chunks), of_whole_layers(with_standard_promotion(optimizer))
         self._given_optimizer = optimizer
-        if updates.delay:
-            self._check_delay()
-            self.optimizer = delayed(self.optimizer)
         if ordering.delay != updates.delay:
             if ordering.delay:
                 raise ValueError("a delay changes what is learnt: give it as updates=UpdateRules(delay=1)")
             ordering = replace(ordering, delay=updates.delay)
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
+        if updates.delay:
+            self._check_delay()
+            self.optimizer = delayed(self.optimizer, self._undelayed_layers() if updates.delay == BY_STAGE else ())
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options
         graph = with_passes(
@@ -233,6 +233,18 @@ class Pipeline:
             raise ValueError("steps that overlap (delay 1) keep no averages: leave average_decay or the delay out")
         if isinstance(self.optimizer, OptimizerOnHost):
             raise ValueError("steps that overlap (delay 1) need their state on the devices: leave on_host or delay out")
+
+    def _undelayed_layers(self) -> set[str]:
+        """Returns the layers of the last stage, where that takes its gradients at the newest parameters."""
+        others, last = set[str](), set[str]()
+        for chunk, stage in zip(self.chunks, self.placement.stage_of_chunk, strict=True):
+            (last if stage == self.placement.num_stages - 1 else others).update(trained_specs(chunk))
+        if both := sorted(last & others):
+            raise ValueError(
+                f"layer {both[0]} is on the last stage and on another one, which have other delays: give delay 1, or "
+                "parameters of its own to each"
+            )
+        return last
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -608,7 +620,7 @@ class Pipeline:
         """Wait until one more step may be enqueued."""
         # Steps that have ended leave too: the failure of one is raised by the next call, not by the one after it.
         while self._enqueued and (
-            len(self._enqueued) >= _MAX_STEPS_ENQUEUED + self.updates.delay or self._enqueued[0].done()
+            len(self._enqueued) >= _MAX_STEPS_ENQUEUED + bool(self.updates.delay) or self._enqueued[0].done()
         ):
             self._wait_for_oldest()
 

@@ -30,7 +30,7 @@ def train_plainly(
     norms: list[float] | None = None,
     means: list[dict[str, float]] | None = None,
     seed: int | None = None,
-    delay: int = 0,
+    delay: int | Callable[[str], int] = 0,
     left_out: Collection[int] = (),
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on ``batches`` and return the losses and the final parameters by layer name.
@@ -38,7 +38,7 @@ def train_plainly(
     ``inputs_of(outputs, chunk)`` says what a chunk reads of the outputs of the chunks before it; the layers ``frozen``
     are constants; ``norms`` gets the norm of every step's gradients, ``means`` its named sums over its weight; chunks
     that read random keys get those of ``seed``. The gradients of a step are those at the parameters before the last
-    ``delay`` updates. The updates of the steps ``left_out`` do not take place.
+    ``delay`` updates, a number or a function of the layer. The updates of the steps ``left_out`` do not take place.
     """
     layers = [list(jax.eval_shape(chunk.init, jax.random.key(0))) for chunk in chunks]
     if clip_norm is not None:
@@ -70,9 +70,11 @@ def train_plainly(
         return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
     state = optimizer.init(params)
-    losses, versions = [], [params] * (delay + 1)
+    delays = {name: delay(name) if callable(delay) else delay for name in params}
+    losses, versions = [], [params] * (1 + max(delays.values()))
     for number, batch in enumerate(batches):
-        updated, new_state, (loss, means_of_step), norm = step(params, versions[0], state, batch, jnp.uint32(number))
+        older = {name: versions[-1 - delays[name]][name] for name in params}
+        updated, new_state, (loss, means_of_step), norm = step(params, older, state, batch, jnp.uint32(number))
         if number not in left_out:
             params, state = updated, new_state
         versions = [*versions[1:], params]

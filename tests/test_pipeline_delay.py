@@ -1,6 +1,7 @@
 """Steps that overlap: training is that of a plain loop whose gradients are taken at the parameters before the last
 update."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -11,11 +12,14 @@ import numpy as np
 import optax
 import pytest
 
+from rrfp_jax.checkpoint import NotDone
 from rrfp_jax.core import Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.models.cuts import SequenceSlices
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.programs.chunk import trained_specs
 from rrfp_jax.programs.model_graph import freeze
+from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped
@@ -55,7 +59,7 @@ def batches(*, spoilt: bool = False) -> list[dict[str, np.ndarray]]:
 def plain(
     model: str = "untied",
     *,
-    delay: int = 1,
+    delay: Any = 1,
     spoilt: bool = False,
     frozen: tuple[str, ...] = (),
     optimizer: Any = OPTIMIZER,
@@ -75,6 +79,13 @@ def plain(
         frozen=frozen,
     )
     return losses, params, norms
+
+
+@cache
+def by_stage(num_stages: int) -> Callable[[str], int]:
+    """The delay of each layer of the untied model, where it goes by stage."""
+    last = trained_specs(language_model(MODELS["untied"]).split(num_stages)[-1])
+    return lambda name: int(name not in last)
 
 
 def pipeline_of(model: str = "untied", num_chunks: int = 4, **options: Any) -> Pipeline:
@@ -133,6 +144,31 @@ def test_training_is_that_of_the_loop_with_the_same_delay(model: str, num_chunks
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_chunks", "spoilt", "options"),
+    [
+        (4, False, {"hint": "bfw"}),
+        (4, True, {"window": 2}),
+        (4, False, {"schedule": build_schedule("1f1b", ScheduleRequest(num_stages=4, num_microbatches=4))}),
+        (4, False, {"tensor": 2}),
+        (2, True, {"placement": linear(2), "data": 2, "hint": "bfw"}),
+        (1, False, {"placement": linear(1)}),
+    ],
+    ids=str,
+)
+def test_delays_by_stage_are_those_of_the_loop_with_a_delay_for_each_layer(
+    num_chunks: int, spoilt: bool, options: dict[str, Any]
+) -> None:
+    results, params = train("untied", num_chunks, spoilt=spoilt, delay="by-stage", **options)
+    losses, expected, _ = plain(delay=by_stage(num_chunks), spoilt=spoilt)
+    steps = [step for step in range(NUM_STEPS) if not (spoilt and step == SPOILT)]
+    assert [result.skipped for result in results] == [step not in steps for step in range(NUM_STEPS)]
+    assert_same_training([results[step].loss for step in steps], params, [losses[step] for step in steps], expected)
+    if num_chunks > 1 and not spoilt:
+        assert not np.allclose(losses, plain()[0], rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_step_left_out_is_left_out_on_every_stage_and_what_the_younger_step_computed_stands() -> None:
     results, params = train("tied", spoilt=True)
     losses, expected, _ = plain("tied", spoilt=True)
@@ -142,12 +178,13 @@ def test_a_step_left_out_is_left_out_on_every_stage_and_what_the_younger_step_co
 
 
 @pytest.mark.slow
-def test_deterministic_runs_have_the_same_bits_in_any_order() -> None:
+@pytest.mark.parametrize(("model", "delay"), [("tied", 1), ("untied", "by-stage")])
+def test_deterministic_runs_have_the_same_bits_in_any_order(model: str, delay: int | str) -> None:
     seen = []
     for seed, options in enumerate([{"hint": "bf"}, {"hint": "f-priority", "window": 2}, {"hint": "bf", "window": 1}]):
         draw = Random(seed)
         wrap = {"wrap_stage": lambda stage, draw=draw: DelayedStage(stage, lambda *_: draw.random() * 0.003)}
-        results, params = train("tied", deterministic=True, **wrap, **options)
+        results, params = train(model, deterministic=True, delay=delay, **wrap, **options)
         seen.append(([result.loss for result in results], params))
     for losses, params in seen[1:]:
         assert losses == seen[0][0]
@@ -193,6 +230,35 @@ def test_a_run_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> No
     assert_same_training(found, params, losses, expected)
 
 
+@pytest.mark.slow
+def test_delays_by_stage_go_on_with_the_layers_that_had_them(tmp_path: Path) -> None:
+    losses, expected, _ = plain(delay=by_stage(4))
+    found: list[float] = []
+    for steps, options in ((range(3), {}), (range(3, NUM_STEPS), {"tensor": 2})):
+        with pipeline_of(delay="by-stage", **options) as pipeline:
+            saver = RunSaver(tmp_path, pipeline, every=3, minutes=None, keep=1)
+            stored = saver.checkpoints.newest()
+            state = pipeline.init(jax.random.key(1)) if stored is None else saver.restore(stored)
+            parts = [each.optimizer_state for _, each in pipeline.state_specs()]
+            assert [isinstance(state[0], DelayedState) for state in parts] == [True, True, True, False]
+            for number in steps:
+                state, metrics = pipeline.step(state, batches()[number])
+                found.append(metrics.result().loss)
+            saver.save(state, {})
+            saver.checkpoints.close()
+            params = jax.tree.map(np.array, pipeline.params(state))
+    assert_same_training(found, params, losses, expected)
+    for others, message in (
+        ({"placement": linear(2), "num_chunks": 2, "delay": "by-stage"}, "delay 1 for layers.2 and is read with 0"),
+        ({"delay": 1}, r"delay 0 for \S+ and is read with 1: give the delay and the layout of that run"),
+        ({"delay": 0}, "delay 1 for embedding and is read with 0"),
+    ):
+        with pipeline_of(**others) as pipeline:
+            saver = RunSaver(tmp_path, pipeline, every=3, minutes=None, keep=1)
+            with pytest.raises(NotDone, match=message):
+                saver.restore(saver.checkpoints.newest())
+
+
 def test_two_versions_of_the_parameters_are_alive_and_no_more() -> None:
     """Five matrices have this shape: each has two versions, two moments, and the gradients of two steps."""
     before, counts = {id(leaf) for leaf in jax.live_arrays()}, list[int]()
@@ -217,7 +283,9 @@ def test_two_versions_of_the_parameters_are_alive_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("updates", "options", "message"),
     [
-        ({"delay": 2}, {}, "delay is 2: give 0, or 1"),
+        ({"delay": 2}, {}, "delay is 2: give 0, or 1 for steps that overlap, or by-stage"),
+        ({"delay": "by-stage"}, {"model": "tied"}, "layer embedding is on the last stage and on another one"),
+        ({"delay": "by-stage"}, {"placement": looped(2, 2)}, "for a chain with one chunk on each stage: give delay 1"),
         ({"delay": 1, "reduce": "messages"}, {}, "leave out shard_optimizer, and reduce messages"),
         ({"delay": 1, "shard_optimizer": True}, {}, "leave out shard_optimizer, and reduce messages"),
         ({"delay": 1}, {"other_owners": True}, "do not survive lost ranks"),

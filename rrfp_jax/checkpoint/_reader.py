@@ -141,14 +141,17 @@ def check_layers(stored: StoredStep, layers: Iterable[str]) -> None:
             raise Unusable(f"{stored.path} has layer {extra[0]}, which this run's model does not have: {_REMEDY}")
 
 
-def _other_delay(stored: StoredStep, saved: Iterable[ArrayName], wanted: Iterable[ArrayName]) -> str | None:
-    """Returns in words that a step was saved by a run whose updates had another delay; None where it was not."""
-    was, now = (int(any("older" in name[1:] for name in names)) for names in (saved, wanted))
+def _other_delay(stored: StoredStep, layer: str, saved: Iterable[ArrayName], wanted: Iterable[ArrayName]) -> str | None:
+    """Returns in words that a step was saved by a run whose updates of a layer had another delay; None where it was
+    not."""
+    was, now = (
+        int(any(whole_name(name[0]) == layer and "older" in name[1:] for name in names)) for names in (saved, wanted)
+    )
     if was == now:
         return None
     return (
-        f"{stored.path} was saved with pipeline.delay {was} and is read with {now}: give {was}, or start another run "
-        "from it with init_from"
+        f"{stored.path} was saved with pipeline.delay {was} for {layer} and is read with {now}: give the delay and the "
+        "layout of that run, or start another run from it with init_from"
     )
 
 
@@ -182,7 +185,8 @@ def read_arrays(
             raise Unusable(f"{stored.path} has no layer {whole[0]}: {_REMEDY} (it has {', '.join(known_layers)})")
         if (found := saved.get(whole)) is None:
             raise Unusable(
-                _other_delay(stored, saved, wanted) or f"{stored.path} has no array {shown_name(whole)}: {_REMEDY}"
+                _other_delay(stored, whole[0], saved, wanted)
+                or f"{stored.path} has no array {shown_name(whole)}: {_REMEDY}"
             )
         axis, start, shape = found.taken(shard_named(name[0]))
         here = (np.dtype(spec.dtype).name, tuple(spec.shape))

@@ -48,6 +48,7 @@ from rrfp_jax.core.memory import AheadBound as AheadBound
 from rrfp_jax.core.memory import Window as Window
 from rrfp_jax.core.memory import check_weights as check_weights
 from rrfp_jax.core.memory import check_windows as check_windows
+from rrfp_jax.core.ordering import BY_STAGE as BY_STAGE
 from rrfp_jax.core.ordering import DEFAULT_WINDOW as DEFAULT_WINDOW
 from rrfp_jax.core.ordering import FUSED as FUSED
 from rrfp_jax.core.ordering import READY as READY
@@ -55,6 +56,7 @@ from rrfp_jax.core.ordering import SPLIT as SPLIT
 from rrfp_jax.core.ordering import STRICT as STRICT
 from rrfp_jax.core.ordering import Order as Order
 from rrfp_jax.core.ordering import Ordering as Ordering
+from rrfp_jax.core.ordering import check_delay as check_delay
 from rrfp_jax.core.ordering import check_words as check_words
 from rrfp_jax.core.ordering import hint_names as hint_names
 from rrfp_jax.core.plan import Agreement as Agreement

@@ -24,7 +24,7 @@ from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.core.stage_setup import EVALUATION, OtherRows, StageSetup, outputs_ahead
 from rrfp_jax.field_rules import check_types
-from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
+from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task, chain, linear
 from rrfp_jax.schedules.table import check_orders, execution_order
 
 READY = "ready"
@@ -32,10 +32,19 @@ STRICT = "strict"
 SPLIT = "split"
 FUSED = "fused"
 DEFAULT_WINDOW = 32
+BY_STAGE = "by-stage"
+"""The word for the delays of PipeDream (1806.03377): stage s of p lacks ceil((p - 1 - s) / m) updates, with m
+microbatches. That is 1 on all stages but the last, which lacks none, where m is at least p - 1."""
 
 
 def hint_names() -> tuple[str, ...]:
     return (*HINTS, SCHEDULE)
+
+
+def check_delay(delay: int | str) -> None:
+    """Raise ValueError for a delay that no stage can have."""
+    if delay not in (0, 1, BY_STAGE):
+        raise ValueError(f"delay is {delay}: give 0, or 1 for steps that overlap, or {BY_STAGE}")
 
 
 def _check_read_ahead(read_ahead: int | None, consume: str) -> None:
@@ -101,11 +110,17 @@ class Order:
     by all of them. None under strict consumption."""
     shares: tuple[int, ...] = ()
     """One per stage: the number of replicas whose microbatches it runs, where some lack the stage; empty: one each."""
-    delay: int = 0
-    """How many updates the weights of a step lack: with 1, a stage has two steps under way."""
+    delays: tuple[int, ...] = ()
+    """One per stage: how many updates the weights of a step lack; with 1, the stage has two steps under way. Empty: no
+    stage's lack any."""
     table_for: Callable[[int], ScheduleTable | None] = field(default=lambda _: None, compare=False)
     """Returns one replica's table for another number of microbatches, for steps in which owners change; None: there is
     none, or no table ranks the tasks."""
+
+    @property
+    def delay(self) -> int:
+        """The largest delay of a stage."""
+        return max(self.delays, default=0)
 
     @property
     def bounds(self) -> tuple[str, ...]:
@@ -164,6 +179,7 @@ class Order:
             foresight = replace(foresight, shortest_s=max(foresight.shortest_s, shortest_s))
         wanted = dict.fromkeys(range(self.placement.num_stages), (0, 1)) if members is None else members
         ahead, share = self.ahead_bounds(), self.graph.num_microbatches // self.graph.num_replicas
+        delays = self.delays or (0,) * self.placement.num_stages
         setups = {
             stage: StageSetup(
                 self.graph,
@@ -171,7 +187,9 @@ class Order:
                 stage,
                 consumption=self.consumptions[stage],
                 # A step in which a unit owns more than its share holds no more than the others.
-                window=min(self.windows[stage], share * (1 + self.delay) * (self.shares[stage] if self.shares else 1)),
+                window=min(
+                    self.windows[stage], share * (1 + delays[stage]) * (self.shares[stage] if self.shares else 1)
+                ),
                 capacity=None if self.capacities is None else self.capacities[stage],
                 rules=rules,
                 certain_ahead=certain_ahead,
@@ -180,16 +198,19 @@ class Order:
                 read_ahead=tuple(b for b in ahead if self.placement.stage_of_chunk[b.chunk] == stage),
                 evaluation_batches=evaluation_batches,
                 other_rows=OtherRows(partial(self._other_row, stage)),
-                delay=self.delay,
+                delay=delays[stage],
             )
             for stage in wanted
         }
-        if self.delay:
-            if any(number > 1 for _, number in wanted.values()):
-                raise ValueError("steps that overlap are for stages of one process: give every stage one process")
+        if self.delay and any(number > 1 for _, number in wanted.values()):
+            raise ValueError("steps that overlap are for stages of one process: give every stage one process")
+        return [
             # They are used alike, and have no state in common that a class could hold.
-            return [cast(StageArbiter, OverlappedArbiter(setups[stage])) for stage in wanted]
-        return [group_arbiter(protocol, setups[stage], *of_group) for stage, of_group in wanted.items()]
+            cast(StageArbiter, OverlappedArbiter(setups[stage]))
+            if delays[stage]
+            else group_arbiter(protocol, setups[stage], *of_group)
+            for stage, of_group in wanted.items()
+        ]
 
     def _other_row(self, unit: int, number: int) -> tuple[Task, ...] | None:
         """Returns the row of a stage of one replica for another number of microbatches, with the chunks of a unit."""
@@ -282,9 +303,10 @@ class Ordering:
     read_ahead: int | None = None
     """How many microbatches a chunk that runs F only may have produced that others have not taken yet. None: twice as
     many as the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
-    delay: int = 0
+    delay: int | str = 0
     """How many updates the weights of a step lack. With 1, the tasks of the next step fill the end of a step
-    (:mod:`rrfp_jax.core.overlap`); a table then ranks without footprint and foresight, and the window is its peak."""
+    (:mod:`rrfp_jax.core.overlap`); a table then ranks without footprint and foresight, and the window is its peak. With
+    :data:`BY_STAGE` the last stage has none."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
     (:func:`rrfp_jax.schedules.table`)."""
@@ -294,8 +316,7 @@ class Ordering:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         _check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
         _check_read_ahead(self.read_ahead, self.consume)
-        if self.delay not in (0, 1):
-            raise ValueError(f"delay is {self.delay}: give 0, or 1 for steps that overlap")
+        check_delay(self.delay)
         if self.delay and (self.consume == STRICT or self.footprint or self.foresight):
             raise ValueError(
                 f"steps that overlap (delay {self.delay}) go by readiness within a window: leave out consume {STRICT}, "
@@ -343,6 +364,9 @@ class Ordering:
                 f"schedule {self.schedule.name!r} puts chunks on stages as {self.schedule.placement.stage_of_chunk}, "
                 f"the model as {placement.stage_of_chunk}: give the model the schedule's placement"
             )
+        is_chain = placement == linear(placement.num_stages) and graph.edges == chain(placement.num_chunks, 1).edges
+        if self.delay == BY_STAGE and not is_chain:
+            raise ValueError(f"delay {BY_STAGE} is for a chain with one chunk on each stage: give delay 1")
         ops = self.schedule.graph.ops if self.schedule is not None and self.follows_table else self.ops
         graph = replace(graph, split=self._split(placement), ops=ops)
         if self.schedule is not None and self.follows_table:
@@ -369,7 +393,7 @@ class Ordering:
 
         Raises ValueError as :meth:`fitted`, and for a window in bytes: its number of microbatches is known to compiled
         programs only."""
-        graph = self.fitted(placement, graph)
+        graph, delays = self.fitted(placement, graph), self._delays(placement.num_stages, graph.num_microbatches)
         hint = self.hint or SCHEDULE
         if self.hint is None and self.schedule is None:
             hint = "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
@@ -395,10 +419,21 @@ class Ordering:
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
             foresight=self._foresight(),
             footprints=footprints,
-            delay=self.delay,
+            delays=delays * num_replicas,
             table_for=lru_cache(maxsize=8)(self._table_for),
         )
         return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
+
+    def _delays(self, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+        """Returns the delay of each stage of one replica; raises ValueError for stages that would need more than 1."""
+        if self.delay != BY_STAGE:
+            return (int(self.delay),) * num_stages
+        if num_microbatches < num_stages - 1:
+            raise ValueError(
+                f"with {num_microbatches} microbatches for {num_stages} stages the first stage's weights would lack "
+                f"more than one update: give at least {num_stages - 1}, or delay 1"
+            )
+        return (1,) * (num_stages - 1) + (0,)
 
     @property
     def _table(self) -> ScheduleTable | None:

@@ -9,6 +9,9 @@ PipeDream-2BW (2006.09503, section 3.1), and training is that of a plain loop wi
 So step t + 1 may start on a stage while step t runs there, and step t + 2 may once step t, its update included, has
 ended. A stage then needs the weights of two steps. 2BW fixes an order of the tasks; here readiness picks them.
 
+Stages may differ in it. One without a delay is a plain :class:`StageArbiter`, which starts step t + 1 once step t has
+ended there, and keeps the messages of later steps until then.
+
 How it works
 ------------
 Each of the two steps has a :class:`StageArbiter`, one for even and one for odd steps. They share the compute lane and
@@ -24,12 +27,13 @@ Why no deadlock
 ---------------
 The argument of :mod:`rrfp_jax.core.memory`, with one total order of the tasks of all steps: all tasks of step t in the
 window's order, then its R and U, then those of step t + 1. Every dependency goes forward in it, also the two new ones:
-the younger step's R, U and end wait for the older one, and the start of step t + 2 for the end of step t. The
-window takes and lets go of the microbatches of both steps in one sequence, those of the older step first, by the same
-rule: a slot is free, and afterwards the oldest unfinished microbatch of that sequence has one, or another slot is free.
-Let T be the first unfinished task of the total order, with nothing running and nothing under way. All that T waits for
-has finished, and its step has started, since the step before the last has ended here. T's microbatch is the oldest
-unfinished one, so the window has kept a slot for it. So the stage runs T or another task.
+the younger step's R, U and end wait for the older one, and the start of step t + 2 for the end of step t (of step t + 1
+where the stage has no delay). The window takes and lets go of the microbatches of both steps in one sequence, those of
+the older step first, by the same rule: a slot is free, and afterwards the oldest unfinished microbatch of that sequence
+has one, or another slot is free. Let T be the first unfinished task of the total order, with nothing running and
+nothing under way. All that T waits for has finished, and its step has started, since the steps before it have ended
+here. T's microbatch is the oldest unfinished one, so the window has kept a slot for it. So the stage runs T or another
+task.
 
 Beginning in the middle
 -----------------------

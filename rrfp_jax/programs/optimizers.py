@@ -22,7 +22,7 @@ dependencies, never too few.
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import reduce, wraps
 from operator import or_
 from typing import Any, NamedTuple
@@ -88,17 +88,22 @@ class DelayedState(NamedTuple):
     """The parameters as they were before the last update, at which the next step takes its gradients."""
 
 
-def delayed(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the optimizer with a state that also holds the parameters before the last update.
+def delayed(optimizer: optax.GradientTransformation, undelayed: Collection[str] = ()) -> optax.GradientTransformation:
+    """Returns the optimizer with a state that also holds the parameters before the last update, but for groups of
+    ``undelayed`` layers, whose gradients are taken at the newest ones.
 
     The update itself is the optimizer's own, applied to the newest parameters. The older ones are part of the state, so
     that checkpoints, shardings and forecasts of memory know them like any moment of the gradients.
     """
 
-    def init(params: Any) -> DelayedState:
+    def init(params: Any) -> Any:
+        if undelayed and all(name in undelayed for name in params):
+            return optimizer.init(params)
         return DelayedState(optimizer.init(params), jax.tree.map(jnp.copy, params))
 
-    def update(gradients: Any, state: DelayedState, params: Any = None) -> tuple[Any, DelayedState]:
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if not isinstance(state, DelayedState):
+            return optimizer.update(gradients, state, params)
         updates, inner = optimizer.update(gradients, state.inner, params)
         return updates, DelayedState(inner, params)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.byte_sizes import parse_bytes
-from rrfp_jax.core import Agreement, GroupProtocol, StepRules
+from rrfp_jax.core import Agreement, GroupProtocol, StepRules, check_delay
 from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.field_rules import check_types
@@ -40,15 +40,15 @@ class UpdateRules:
     """The way in which replicas add up their gradients: ``auto``, ``messages`` or ``collective``. With ``messages``
     each unit must lie in one process; a sharded optimizer state is cut by whole arrays, and two replicas hold each."""
 
-    delay: int = 0
+    delay: int | str = 0
     """With 1, a step takes its gradients at the parameters before the last update, so that the tasks of the next step
-    fill the end of each (:mod:`rrfp_jax.core.overlap`). That changes what is learnt; 0: every step flushes."""
+    fill the end of each (:mod:`rrfp_jax.core.overlap`). That changes what is learnt; 0: every step flushes. With
+    ``by-stage`` the last stage takes its gradients at the newest parameters."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_clip_norm(self.clip_norm)
-        if self.delay not in (0, 1):
-            raise ValueError(f"delay is {self.delay}: give 0, or 1 for steps that overlap")
+        check_delay(self.delay)
         if self.delay and (self.shard_optimizer or self.reduce == ReduceWay.MESSAGES):
             raise ValueError(
                 f"steps that overlap (delay {self.delay}) share no optimizer state and do not add up by messages: "

@@ -27,6 +27,7 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
+from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.shapes import loss_of, part_of
 from rrfp_jax.programs.state import ChunkState, overlaid
 from rrfp_jax.runtime.consistency import GRADIENTS, INPUT_GRADIENTS, OUTPUTS, ResultSum, begin_sum
@@ -199,8 +200,8 @@ class ProgramStage:
         """How many steps that train have begun."""
         self._versions: dict[int, _Version] = {}
         """With a delay, what belongs to a second step, by the number of a chunk that trains."""
-        for chunk, held in states.items() if update_rules.delay else ():
-            if held.optimizer_state:
+        for chunk, held in states.items():
+            if any(isinstance(part, DelayedState) for part in held.optimizer_state):
                 older = _older_params(held)
                 derived = self._programs[chunk].prepare(older)
                 self._versions[chunk] = _Version(older, derived, self._programs[chunk].zeros())

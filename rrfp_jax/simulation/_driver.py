@@ -289,10 +289,10 @@ class _Driver:
 
         self.filled_ms = 0.0
         """Time of all pieces of other work."""
-        self._stride = 1 + arbiters[0].setup.delay
-        """How many steps a stage may have under way."""
+        self._strides = [1 + arbiter.setup.delay for arbiter in arbiters]
+        """How many steps each stage may have under way."""
         for stage, start_ms in enumerate(starts_ms or [0.0] * len(arbiters)):
-            for step in range(min(self._stride, num_steps)):
+            for step in range(min(self._strides[stage], num_steps)):
                 self.queue.post(start_ms, self._start_step, stage, step)
 
     def run_step(self, step: int) -> None:
@@ -349,8 +349,8 @@ class _Driver:
         self.step_ends_ms[step] = max(self.step_ends_ms[step], self.queue.now_ms)
         self._unfinished[step] -= 1
         self.queue.is_paused |= not self._unfinished[step]
-        if step + self._stride < self.num_steps:
-            self.queue.post(self.queue.now_ms, self._start_step, index, step + self._stride)
+        if step + self._strides[index] < self.num_steps:
+            self.queue.post(self.queue.now_ms, self._start_step, index, step + self._strides[index])
         self.stages[index].is_over = step + 1 == self.num_steps
 
     # -- foresight ---------------------------------------------------------------------------------------------------

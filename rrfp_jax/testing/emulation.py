@@ -163,7 +163,9 @@ def emulate(
         delay_s=delay_s if link_delays_ms else None,
     )
     try:
-        emulation = _run(runtime, process, num_steps, absent, owners, delay=arbiters[0].setup.delay)
+        emulation = _run(
+            runtime, process, num_steps, absent, owners, delay=max(arbiter.setup.delay for arbiter in arbiters)
+        )
     finally:
         if events is not None:
             write_log(runtime.event_log(), _own_file(events, process))

@@ -436,7 +436,7 @@ class TrainingLoop:
         way.
         """
         running: deque[_Running] = deque()
-        delay = self._pipeline.updates.delay
+        delay = bool(self._pipeline.updates.delay)
         self._verify_and_evaluate(state)
         while state.step < num_steps and not self._stop and self.unreadable is None and self.wrong is None:
             try:

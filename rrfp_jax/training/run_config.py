@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from rrfp_jax.bounded_text import shown
+from rrfp_jax.core import check_delay
 from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.costs.layer_sizes import remat_rule
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, fill_fields
@@ -87,9 +88,10 @@ class PipelineConfig:
     backward: str | None = None
     """How backwards run: as input and weight gradient (``split``) or as one task (``fused``). None: as the schedule or
     the hint has it, else fused."""
-    delay: int = 0
-    """The number of updates, 0 or 1, that the weights of a step lack. With 1 the next step's tasks fill the end of each
-    step, so that no bubble is left; that changes what is learnt (docs/orders.md)."""
+    delay: int | str = 0
+    """The number of updates that the weights of a step lack: 0, 1, or ``by-stage``, which is 0 on the last stage and 1
+    on all others. With 1 the next step's tasks fill the end of each step, so that no bubble is left; that changes what
+    is learnt (docs/orders.md)."""
 
     def __post_init__(self) -> None:
         self._check_delay()
@@ -126,8 +128,7 @@ class PipelineConfig:
             raise ValueError("encoder_mesh is for stages of the encoder's own: leave it, or @ in layout, out")
 
     def _check_delay(self) -> None:
-        if self.delay not in (0, 1):
-            raise ValueError(f"delay is {self.delay}: give 0, or 1 for steps that overlap")
+        check_delay(self.delay)
         refused = {
             "consume strict": self.consume == STRICT_ORDER,
             "offload": self.offload is not None,

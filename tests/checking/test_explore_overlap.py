@@ -23,6 +23,7 @@ RULES = [
 
 def setting(placement: Placement, num_microbatches: int, num_steps: int, **given) -> Setting:
     words = {"hint": "bf", "window": 2, "rules": StepRules(agreement=Agreement.ALL), "split": False, "replicas": 1}
+    words["delays"] = (1,) * placement.num_stages
     words |= given
     replicas = words["replicas"]
     graph = chain(placement.num_chunks, num_microbatches, split=words["split"])
@@ -35,7 +36,7 @@ def setting(placement: Placement, num_microbatches: int, num_steps: int, **given
         rules=words["rules"],
         absences=((),) * num_steps,
         arbiter=words.get("arbiter", OverlappedArbiter),
-        delay=1,
+        delays=words["delays"] * replicas,
     )
 
 
@@ -59,6 +60,10 @@ def test_explore_rules_windows_and_hints(rules: StepRules, window: int, hint: st
         (looped(2, 2), 2, {"hint": "bf-deep", "window": 1}),
         (v_shaped(2), 2, {"hint": "bf-deep"}),
         (linear(1), 2, {"replicas": 2}),
+        (linear(2), 2, {"delays": (1, 0)}),
+        (linear(2), 2, {"delays": (1, 0), "hint": "bfw", "split": True, "rules": RULES[0]}),
+        (linear(3), 2, {"delays": (1, 1, 0), "window": 1}),
+        (linear(3), 1, {"delays": (1, 0, 1), "rules": StepRules(agreement=Agreement.NONE)}),
     ],
     ids=str,
 )
@@ -73,6 +78,8 @@ def walk(seed: int) -> None:
     some = setting(
         placement, num_microbatches, 5, split=split, rules=draw.choice(RULES), replicas=draw.choice([1, 1, 2])
     )
+    if draw.random() < 0.3:
+        some = replace(some, delays=tuple(draw.choice([0, 1]) for _ in some.windows))
     windows = tuple(draw.choice([1, 2, 3, 8]) for _ in some.windows)
     hints = tuple(HINTS[draw.choice([*HINTS])] for _ in some.windows)
     overlapped_walk(replace(some, windows=windows, policies=hints), draw.randrange)

@@ -2,7 +2,8 @@
 
 The judge knows the contract of every step (:mod:`tests.model_checker.contract`) and what holds between two steps:
 
-* step t + 1 may start while step t is under way, and step t + 2 once step t has ended on the stage;
+* step t + 1 may start while step t is under way, and step t + 2 once step t has ended on the stage; on a stage without
+  a delay step t + 1 starts once step t has ended there;
 * one task runs at a time, of either step;
 * the microbatches of both steps share one window. An F that starts to hold one needs a free slot, and afterwards the
   oldest unfinished microbatch of both steps, those of the older step first, has a slot or finds a free one;
@@ -64,10 +65,10 @@ class OverlapJudge:
     def __init__(self, setting: Setting, place: int, wires: Wiring) -> None:
         self.contracts, self.packets, self.name = wires.contracts[place], wires.packets, setting.name(place)
         self.window = setting.windows[setting.places[place].stage]
-        self.num_steps = setting.num_steps
+        self.num_steps, self.most = setting.num_steps, 1 + setting.delays[setting.places[place].stage]
 
     def may_start(self, book: Book, step: int) -> bool:
-        return step == book.num_started and len(book.under_way) < 2
+        return step == book.num_started and len(book.under_way) < self.most
 
     def is_done(self, book: Book) -> bool:
         return book.num_started == self.num_steps and not book.under_way

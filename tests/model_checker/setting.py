@@ -79,8 +79,8 @@ class Setting:
     """How the stages wait for their tables' next entries; exhaustive exploration puts free choice in its place."""
     arbiter: type[StageArbiter] = StageArbiter
     """The class under test; tests of the checks put broken ones here."""
-    delay: int = 0
-    """How many updates the weights of a step lack (:mod:`tests.model_checker.overlapped`)."""
+    delays: tuple[int, ...] = ()
+    """Per stage how many updates the weights of a step lack (:mod:`tests.model_checker.overlapped`); empty: none."""
     groups: tuple[int, ...] = ()
     """Per stage how many processes it spans; empty: one each."""
     protocol: GroupProtocol = GroupProtocol.LEADER
@@ -330,10 +330,12 @@ class Setting:
             read_ahead=self.ahead(stage),
             evaluation_batches=self.evaluation_batches if self.evaluates else 0,
             other_rows=OtherRows(made={number: row for (of, number), row in self.other_rows.items() if of == stage}),
-            delay=self.delay,
+            delay=self.delays[stage] if self.delays else 0,
         )
         num_members = self.group_size(stage)
-        return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)
+        if num_members > 1:
+            return self.make_member(self.protocol, setup, member, num_members)
+        return StageArbiter(setup) if self.delays and not setup.delay else self.arbiter(setup)
 
     @property
     def keeps_order(self) -> bool:

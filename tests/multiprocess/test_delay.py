@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rrfp_jax.runtime.event_log import read_log
+from rrfp_jax.runtime.replay import replay_run
 from tests.multiprocess.launching import Launched, eventually
 from tests.multiprocess.runs import QUICK_TO_COMPILE, Outcome, committed, outcome_of, training_config
 
@@ -20,9 +22,10 @@ SETTINGS: dict[str, Any] = {
 EVALUATED = ("--evaluation.every", 6, "--evaluation.batches", 2)
 
 
-def start(folder: Path, num_processes: int, *, max_restarts: int = 0) -> Launched:
+def start(folder: Path, num_processes: int, *, max_restarts: int = 0, **changes: Any) -> Launched:
     folder.mkdir(exist_ok=True)
-    command = ("train", "--config", training_config(folder, **SETTINGS), "--run-dir", folder / "run", *EVALUATED)
+    config = training_config(folder, **SETTINGS | changes)
+    command = ("train", "--config", config, "--run-dir", folder / "run", *EVALUATED)
     launcher = ("launch", "--processes", num_processes, "--max-restarts", max_restarts, "--")
     return Launched(*launcher, *command, module="rrfp_jax.commands.main", **QUICK_TO_COMPILE)
 
@@ -47,6 +50,15 @@ def test_four_processes_have_the_bits_of_one(alone: Outcome, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_four_processes_with_delays_by_stage_have_the_bits_of_one(tmp_path: Path) -> None:
+    one, four = (
+        ended(start(tmp_path / name, number, delay="by-stage"), tmp_path / name)
+        for name, number in (("one", 1), ("four", 4))
+    )
+    four.assert_same(one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_killed_run_goes_on_as_if_unharmed(alone: Outcome, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -55,3 +67,18 @@ def test_a_killed_run_goes_on_as_if_unharmed(alone: Outcome, tmp_path: Path, see
     time.sleep(chance.random() * 0.5)
     os.kill(launcher.ranks()[chance.randrange(4)], signal.SIGKILL)
     ended(launcher, tmp_path).assert_same(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [1, "by-stage"])
+def test_the_events_of_a_run_that_failed_replay(tmp_path: Path, delay: int | str) -> None:
+    launcher = start(tmp_path, 4, delay=delay)
+    try:
+        assert eventually(lambda: committed(tmp_path / "run"), 200), launcher.text
+        os.kill(launcher.ranks()[2], signal.SIGKILL)
+        assert launcher.wait(100), launcher.text
+    finally:
+        launcher.close()
+    logs = [read_log(path) for path in (tmp_path / "run").glob("events*.json.gz")]
+    assert sorted(log.rank for log in logs) == [0, 1, 3]
+    assert [stage.difference or stage.refusal for stage in replay_run(logs).stages] == [None] * 3

@@ -13,7 +13,7 @@ RULES = StepRules(agreement=Agreement.ALL)
 NUM_STEPS, TASK_MS, UPDATE_MS = 12, 10.0, 2.0
 
 
-def run(p: int, m: int, sigma: float, **words: Any) -> tuple[Simulation, float]:
+def run(p: int, m: int, sigma: float, rules: StepRules = RULES, **words: Any) -> tuple[Simulation, float]:
     """Returns the run, and the interval between the ends of its steps over the mean work of the fullest stage."""
     noise = np.random.default_rng(3).normal(size=(NUM_STEPS, p, m, 3))
     durations = TASK_MS * np.exp(sigma * noise - sigma**2 / 2)
@@ -21,7 +21,7 @@ def run(p: int, m: int, sigma: float, **words: Any) -> tuple[Simulation, float]:
     ordering = Ordering(**words)
     placement = linear(p)
     order = ordering.resolve(placement, chain(p, m))
-    ended = simulate(order.arbiters(RULES), Costs(durations_ms=durations, update_ms=UPDATE_MS), num_steps=NUM_STEPS)
+    ended = simulate(order.arbiters(rules), Costs(durations_ms=durations, update_ms=UPDATE_MS), num_steps=NUM_STEPS)
     ends = ended.step_ends_ms
     return ended, (ends[-2] - ends[NUM_STEPS // 4]) / (NUM_STEPS - 2 - NUM_STEPS // 4) / work
 
@@ -38,6 +38,25 @@ def test_little_is_left_under_noise(m: int, most: float) -> None:
     _, with_flush = run(8, m, 0.5, hint="bfw", window=12)
     assert interval <= most
     assert interval < with_flush
+
+
+LONG = [pytest.param(32, *each, marks=pytest.mark.slow) for each in ((0.0, 1.09), (0.5, 1.12))]
+
+
+@pytest.mark.parametrize(("m", "sigma", "most"), [(8, 0.0, 1.25), (8, 0.5, 1.31), *LONG])
+def test_a_last_stage_without_a_delay_waits_for_the_verdict_if_there_is_one(m: int, sigma: float, most: float) -> None:
+    words = {"hint": "bfw", "window": 12, "delay": "by-stage"}
+    ended, interval = run(8, m, sigma, **words)
+    assert run(8, m, sigma, StepRules(agreement=Agreement.NONE), **words)[1] <= 1 + sigma / 7 < interval <= most
+    last = [span for span in ended.timeline.spans if span.stage == 7]
+    assert [span.step for span in last] == sorted(span.step for span in last)
+
+
+def test_more_than_one_update_of_delay_is_refused_with_the_microbatches_that_would_do() -> None:
+    with pytest.raises(ValueError, match=r"with 6 microbatches for 8 stages .* give at least 7, or delay 1"):
+        Ordering(delay="by-stage").resolve(linear(8), chain(8, 6))
+    assert Ordering(delay="by-stage").resolve(linear(8), chain(8, 7)).delays == (1,) * 7 + (0,)
+    assert Ordering(delay="by-stage").resolve(linear(2), chain(2, 4), num_replicas=2).delays == (1, 0, 1, 0)
 
 
 def test_step_t_plus_2_starts_after_the_update_of_step_t_and_updates_keep_their_order() -> None:
@@ -67,7 +86,7 @@ def test_a_table_ranks_within_its_own_window() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"delay": 2}, "delay is 2: give 0, or 1 for steps that overlap"),
+        ({"delay": 2}, "delay is 2: give 0, or 1 for steps that overlap, or by-stage"),
         ({"foresight": ForesightRules()}, "leave out consume strict, footprint and foresight"),
         ({"footprint": True}, "leave out consume strict, footprint and foresight"),
         ({"consume": "strict"}, "leave out consume strict, footprint and foresight"),

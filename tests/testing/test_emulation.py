@@ -52,6 +52,7 @@ def run(
         {"hint": "bf-deep", "chunks_per_stage": 2},
         {"hint": "bf", "certain_ahead": True},
         {"hint": "bfw", "certain_ahead": True, "delay": 1},
+        {"hint": "bf", "certain_ahead": True, "delay": "by-stage"},
     ],
 )
 def test_every_task_runs_once_a_step_and_the_event_log_replays_exactly(order: dict[str, Any]) -> None:

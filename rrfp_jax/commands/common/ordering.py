@@ -12,6 +12,7 @@ from typing import Any
 from rrfp_jax import core
 from rrfp_jax.commands.common.options import offer
 from rrfp_jax.core import (
+    BY_STAGE,
     DEFAULT_WINDOW,
     FUSED,
     READY,
@@ -22,6 +23,7 @@ from rrfp_jax.core import (
     check_windows,
     hint_names,
 )
+from rrfp_jax.core.dispatch import parse_dispatch
 from rrfp_jax.runtime.operations import device_slots, host_copies, moves_activations, offload, recomputed
 from rrfp_jax.schedules import (
     PipelineGraph,
@@ -68,7 +70,7 @@ class OrderingOptions:
     footprint: str | bool | None = None
     foresight: str | bool | None = None
     read_ahead: int | None = None
-    delay: int | None = None
+    delay: int | str | None = None
     offload: int | None = None
     """Microbatches whose activations a stage holds on its devices. The activations that a schedule holds beyond these
     go to the host."""
@@ -314,10 +316,10 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
     )
     add(
         "--delay",
-        type=int,
-        metavar="N",
+        type=parse_dispatch,
+        metavar=f"N|{BY_STAGE}",
         help="updates that the weights of a step lack: with 1 the tasks of the next step fill the end of each, and no "
-        "step flushes, which changes what is learnt (default 0)",
+        f"step flushes, which changes what is learnt; {BY_STAGE}: 1, but 0 on the last stage (default 0)",
     )
     add(
         "--read-ahead",
