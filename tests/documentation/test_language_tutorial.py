@@ -28,8 +28,8 @@ def printed(program: str) -> str:
     return output.getvalue()
 
 
-def test_there_are_five_steps() -> None:
-    assert len(STEPS) == 5
+def test_four_of_the_five_steps_have_a_program() -> None:
+    assert len(STEPS) == 4
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)))
