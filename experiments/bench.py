@@ -16,7 +16,8 @@ searched orders beside named tables, simulated. ``split``: the cost of splitting
 one device beside a plain jitted loop (``make bench-gpu`` on an accelerator). ``transport``: the cost of a message
 between two processes. ``throughput``: bytes per second between two processes, beside gloo's. ``processes``: the cost of
 a pipeline in several processes, whether transfers overlap compute, and the cost of agreement within a stage.
-``tokenize``: tokens of 100 MB of text, beside the ``tokenizers`` library alone. All sides of a comparison run in turn,
+``tokenize``: tokens of 100 MB of text, beside the ``tokenizers`` library alone. ``flow``: pipelines of callables beside
+bare queues and threads. All sides of a comparison run in turn,
 several times; medians are printed.
 """
 
@@ -33,6 +34,7 @@ from experiments.bench_deterministic import bench_deterministic
 from experiments.bench_device import bench_device
 from experiments.bench_dispatch import bench_dispatch
 from experiments.bench_fidelity import bench_fidelity
+from experiments.bench_flow import bench_flow
 from experiments.bench_foresight import bench_foresight
 from experiments.bench_multimodal import bench_multimodal
 from experiments.bench_offload import bench_offload
@@ -95,6 +97,7 @@ def _parts(torch_python: str | None) -> dict[str, Callable[[Console], object]]:
         "device": bench_device,
         "transport": bench_transport,
         "tokenize": bench_tokenize,
+        "flow": bench_flow,
         "throughput": lambda console: bench_throughput(console, torch_python),
         "processes": bench_processes,
     }

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import optax
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.layout import Layout
 from rrfp_jax.models import language_model
 from rrfp_jax.models.presets import DECODERS
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Placement
 

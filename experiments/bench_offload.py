@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.runtime import StepResult
 from rrfp_jax.runtime.operations import device_slots, offload
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear

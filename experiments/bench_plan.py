@@ -28,10 +28,10 @@ from experiments.bench_plan_real import (
     forecast_peaks,
     forecast_step_ms,
 )
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import run_command
 from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.readable import format_bytes
 
 STEP_ROUNDS, STEPS = 3, 15
 STRICT_1F1B = {"schedule": "1f1b", "consume": "strict"}

@@ -1,6 +1,9 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
 from rrfp_jax.core import Ordering as Ordering
+from rrfp_jax.flows import STOP as STOP
+from rrfp_jax.flows import Pipe as Pipe
+from rrfp_jax.flows import flow as flow
 from rrfp_jax.layout import Layout as Layout
 from rrfp_jax.pipeline import Pipeline as Pipeline
 from rrfp_jax.pipeline import PipelineState as PipelineState

@@ -38,7 +38,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from rrfp_jax.bounded_text import printable
+from rrfp_jax.readable import printable
 
 DONE = 0
 INTERNAL_ERROR = 1

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from rrfp_jax.bounded_text import shown
+from rrfp_jax.readable import shown
 
 
 class FieldRule(NamedTuple):

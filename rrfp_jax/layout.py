@@ -18,8 +18,8 @@ from math import prod
 from operator import mul
 from typing import Any
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields, check_types
+from rrfp_jax.readable import shown
 
 TENSOR, FSDP, EXPERT, CONTEXT = "tensor", "fsdp", "expert", "context"
 """Axes whose names have a meaning: see :mod:`rrfp_jax.programs.shardings`."""

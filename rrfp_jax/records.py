@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from rrfp_jax.bounded_text import shown
+from rrfp_jax.readable import shown
 from rrfp_jax.schedules import UNRECORDED, Task, TaskKind
 
 

@@ -26,7 +26,6 @@ import argparse
 import math
 from pathlib import Path
 
-from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
@@ -35,6 +34,7 @@ from rrfp_jax.data.tokens import TOKENIZER
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.hf.model_folder import CARRIED, MODEL
 from rrfp_jax.models.config import DTYPES
+from rrfp_jax.readable import parse_bytes
 from rrfp_jax.storage import local_copy, located
 
 IMPORT, EXPORT = "import", "export"

@@ -37,7 +37,6 @@ from typing import Any
 import psutil
 from rich.text import Text
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.cluster.child_script import python_module
 from rrfp_jax.cluster.config import (
     ATTEMPT,
@@ -69,6 +68,7 @@ from rrfp_jax.hardware import (
     too_old,
 )
 from rrfp_jax.observe.output_files import check_file, check_folder
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.runtime.cluster import membership_from
 from rrfp_jax.runtime.jax_environment import idle_plugin, two_cudas
 from rrfp_jax.storage import BucketPath, check_bucket, located

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from rrfp_jax.byte_sizes import format_bytes, parse_bytes
 from rrfp_jax.commands.common.console import make_console, say, show_text
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.exit_codes import DONE, PEER_LOST
+from rrfp_jax.readable import format_bytes, parse_bytes
 from rrfp_jax.records import to_plain
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import cast
 
-from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.core.arbiter import StageArbiter
 from rrfp_jax.core.foresight import ForesightRules
 from rrfp_jax.core.groups import GroupProtocol, group_arbiter
@@ -24,6 +23,7 @@ from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.core.stage_setup import EVALUATION, OtherRows, StageSetup, outputs_ahead
 from rrfp_jax.field_rules import check_types
+from rrfp_jax.readable import parse_bytes
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task, chain, linear
 from rrfp_jax.schedules.table import check_orders, execution_order
 

@@ -58,9 +58,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Order
 from rrfp_jax.core.memory import memory_changes
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.schedules import PipelineGraph, ScheduleTable, Task, TaskKind
 
 

@@ -24,11 +24,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rrfp_jax.bounded_text import sentence, shown
 from rrfp_jax.data._documents import TextPart, TextSpan, document_name, rows_in
 from rrfp_jax.data._sources import LONGEST_DOCUMENT_BYTES, TOOLS
 from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.data.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, named_token, object_in, tokenizer_file
+from rrfp_jax.readable import sentence, shown
 from rrfp_jax.record_files import TEXT_BYTES, read_bounded
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.data._sources import (
     BLOCK_BYTES,
     LINES,
@@ -28,6 +27,7 @@ from rrfp_jax.data._sources import (
     row_texts,
 )
 from rrfp_jax.data.dataset import BrokenData
+from rrfp_jax.readable import shown
 from rrfp_jax.record_files import parse_json
 
 SEGMENT_BYTES = 1 << 20

@@ -15,10 +15,9 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +51,7 @@ from rrfp_jax.data.tokenizer_files import (
 )
 from rrfp_jax.data.tokens import HEADER, TokenSetHeader, TokenSetWriter, token_dtype
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+from rrfp_jax.flows import Pipe, flow
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
 from rrfp_jax.storage import BucketPath, check_bucket, local_copy, located, move_up, working_folder
 from rrfp_jax.waiting import end_with_parent, spawning
@@ -405,18 +405,14 @@ def _tokenize_in_pool(
     with spawning() as context:
         pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(worker,))
         is_whole = False
+
+        def tokenized(piece: TextPiece) -> int:
+            pool.submit(_do, piece).result()
+            return piece.num_bytes
+
         try:
-            coming = iter(pieces)
-            sizes: dict[Future[None], int] = {}
-            while True:
-                # A few pieces at a time, so that a list of millions is not sent to the pool at once.
-                for piece in islice(coming, num_workers * _AHEAD - len(sizes)):
-                    sizes[pool.submit(_do, piece)] = piece.num_bytes
-                if not sizes:
-                    break
-                for future in wait(sizes, return_when=FIRST_COMPLETED).done:
-                    future.result()
-                    add_bytes(sizes.pop(future))
+            ahead = num_workers * _AHEAD
+            flow(pieces, Pipe(tokenized, workers=ahead), add_bytes, lines=ahead)
             is_whole = True
         except BrokenProcessPool as broken:
             raise WorkerLost(

@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.data.dataset import BrokenData
+from rrfp_jax.readable import shown
 from rrfp_jax.record_files import TEXT_BYTES, parse_json
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.storage import BucketPath, located, read_stored, temporary_folder

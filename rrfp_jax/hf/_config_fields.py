@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rrfp_jax.bounded_text import shown
+from rrfp_jax.readable import shown
 
 _LARGEST = (1 << 31) - 1
 # Fields about the file, tokens, generation, labels and software; then how untrained weights begin, and how long texts

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._tensor_names import NameTable
 from rrfp_jax.hf._vision_language import DECODER_PREFIX, QWEN_VL, VISION_LANGUAGE_FAMILIES
 from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily, read_decoder, write_decoder
 from rrfp_jax.hf.model_folder import ModelSections
 from rrfp_jax.models.config import LanguageModelConfig, PredictAheadConfig
+from rrfp_jax.readable import shown
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DROPPED = (

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._tensor_names import (
     SAME,
@@ -26,6 +25,7 @@ from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily, read_decoder
 from rrfp_jax.hf.model_folder import ModelSections
 from rrfp_jax.models.config import LayerVariant
 from rrfp_jax.models.vision_config import NORMS, ProjectorConfig, VisionConfig, VisionLanguageConfig
+from rrfp_jax.readable import shown
 
 # -------------------------------------------------------------------------------------------------------------- towers
 

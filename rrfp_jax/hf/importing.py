@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.data._sources import check_inside
 from rrfp_jax.hf._model_config import DROPPED, EMBEDDING, HEAD, HubModel, read_config
 from rrfp_jax.hf._tensor_names import PEFT, TensorMatch, fits, match_tensors, older_name, short_targets
@@ -42,6 +41,7 @@ from rrfp_jax.hf.tensor_files import (
 )
 from rrfp_jax.models.config import DTYPES, AdaptersConfig
 from rrfp_jax.programs.chunk import ADAPTERS
+from rrfp_jax.readable import shown
 
 if TYPE_CHECKING:
     from rrfp_jax.checkpoint import ReadLater

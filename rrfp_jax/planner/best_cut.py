@@ -24,9 +24,9 @@ from math import comb
 
 import numpy as np
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.costs import CutModel, ModelCosts
 from rrfp_jax.planner.cut_problem import Cuts, Floats, LayerCutProblem, MemoryBudget
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.schedules import Placement
 
 _FEW = 5_000

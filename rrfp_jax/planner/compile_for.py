@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.training.assembly import chunks_of, make_pipeline
@@ -49,6 +48,7 @@ from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.program_text import ProgramText, memory_of, optimal_s
 from rrfp_jax.programs.target import Target, devices_for
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.runtime.jax_environment import use_xla_flags
 from rrfp_jax.runtime.model import HostedModel

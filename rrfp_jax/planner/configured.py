@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.common.options import as_text
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import has_shards, order_of, ordering_of
@@ -31,6 +30,7 @@ from rrfp_jax.planner.layer_kinds import MicrobatchRows
 from rrfp_jax.planner.order_search import copies_of
 from rrfp_jax.planner.records import Plan, PlanChoice, PlanShape, Ranked
 from rrfp_jax.planner.search import forecast
+from rrfp_jax.readable import parse_bytes
 from rrfp_jax.record_files import read_yaml
 from rrfp_jax.simulation import simulate
 from rrfp_jax.storage import located, read_stored

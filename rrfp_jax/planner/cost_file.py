@@ -35,10 +35,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, MachineCosts, Noise
 from rrfp_jax.field_rules import POSITIVE, check_fields
 from rrfp_jax.observe.output_files import replacing
+from rrfp_jax.readable import shown
 from rrfp_jax.record_files import read_bounded
 
 VERSION = 1

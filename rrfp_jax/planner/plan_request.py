@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
 
-from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.costs import CostBook, MachineCosts, Noise
 from rrfp_jax.costs.devices import device_of
@@ -22,6 +21,7 @@ from rrfp_jax.planner.cost_file import machine_in, read_costs, read_machine
 from rrfp_jax.planner.search_space import CONSUMPTIONS, SearchSpace
 from rrfp_jax.planner.sites import PLANNED_HINTS
 from rrfp_jax.planner.writing import check_writable
+from rrfp_jax.readable import parse_bytes
 from rrfp_jax.schedules import schedule_entry, schedule_names
 
 _SHAPES = {name: schedule_entry(name).shape for name in schedule_names()}

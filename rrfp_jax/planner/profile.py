@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import RUNS, make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
@@ -35,6 +34,7 @@ from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.layout import with_axes_in_order
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.planner.plan_request import parse_counts, parse_words
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.runtime.cluster import membership_from
 from rrfp_jax.storage import located
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.forecast import forecast_memory
@@ -18,6 +17,7 @@ from rrfp_jax.planner.judging import Judge, once_per_step_ms, step_bound_ms
 from rrfp_jax.planner.records import PlanChoice, PlanShape, Point, Refused
 from rrfp_jax.planner.search_space import PointCosts, SearchSpace, points_of
 from rrfp_jax.planner.sites import TriedTable, largest_windows, plain_hint
+from rrfp_jax.readable import format_bytes
 
 _WORDS = {
     "work": "work: an average stage works {0:.4g} ms, {1:.4g} ms in the best",

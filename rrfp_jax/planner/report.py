@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.core import READY, STRICT
 from rrfp_jax.costs import CostBook
 from rrfp_jax.costs.cut_model import cut_in_words, legend, letters_of
 from rrfp_jax.costs.layer_costs import NONE
 from rrfp_jax.planner.records import Plan, PlanChoice, PlanShape, Ranked, Refused
+from rrfp_jax.readable import format_bytes
 
 _FEW = 3
 """Number of shapes that do not fit and whose reason is told."""

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import READY, STRICT, Ordering, StepRules
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.cut_model import letters_of
@@ -43,6 +42,7 @@ from rrfp_jax.planner.search_space import (
     shapes_of,
 )
 from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large, is_short
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule, linear
 from rrfp_jax.simulation import Costs, find_optimum, lower_bound, simulate
 

@@ -21,7 +21,6 @@ from math import inf, isfinite, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import READY, STRICT
 from rrfp_jax.costs import CostBook, DeviceCosts, MachineCosts, ModelCosts
 from rrfp_jax.costs.layer_costs import LinkCosts, StageCosts
@@ -31,6 +30,7 @@ from rrfp_jax.planner.cut_problem import LayerCutProblem, MemoryBudget
 from rrfp_jax.planner.judging import WalkEntry, strict_times_ms, walk_of
 from rrfp_jax.planner.order_search import built_table
 from rrfp_jax.planner.records import LINEAR, LOOPED, MIXED, WAVES, PlanShape, Point, Refused
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.schedules import ScheduleRequest, linear
 
 CONSUMPTIONS = (STRICT, READY)

@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.core import STRICT, Order
@@ -20,6 +19,7 @@ from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.observe.output_files import check_file, replacing
 from rrfp_jax.planner.records import PlanChoice, Ranked
 from rrfp_jax.planner.report import milliseconds, order_in_words
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.schedules import ScheduleTable, looped, schedule_names, write_csv
 from rrfp_jax.training.run_config import FORESIGHT_ORDER, PipelineConfig
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, RunTask, StageArbiter
 from rrfp_jax.core.overlap import OverlappedArbiter, StepUnderWay
 from rrfp_jax.core.snapshot import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
+from rrfp_jax.readable import shown
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.failure import WaitForReport

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.core import Agreement, GroupProtocol, StepRules, check_delay
 from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
+from rrfp_jax.readable import parse_bytes
 from rrfp_jax.runtime.stage_threads import StageExecutor
 
 Pieces = Callable[[int], Iterable[Callable[[], Any]]]

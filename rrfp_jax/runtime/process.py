@@ -18,13 +18,13 @@ from typing import Any
 
 import jax
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.cluster.config import TRANSPORTS, PeerAddress, Selection, host_of
 from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, pack_plain, unpack_plain
 from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.field_rules import typed
 from rrfp_jax.layout import ControlTree, Layout, whole_tree
 from rrfp_jax.programs.target import devices_for
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
 from rrfp_jax.runtime.driver import PipelineRuntime

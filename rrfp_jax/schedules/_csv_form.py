@@ -20,7 +20,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rrfp_jax.bounded_text import shown
+from rrfp_jax.readable import shown
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
 from rrfp_jax.schedules.operations import Op, operations_in

@@ -10,8 +10,8 @@ from math import inf, lcm
 from operator import itemgetter, or_
 from typing import NamedTuple
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import AT_LEAST_1, COUNTABLE, check_fields, check_types, is_whole
+from rrfp_jax.readable import shown
 from rrfp_jax.schedules.operations import COMPUTE, FINEST, GraphOperations, Op
 from rrfp_jax.schedules.tasks import Placement, Task, TaskKind, looped
 

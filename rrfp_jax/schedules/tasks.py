@@ -31,8 +31,8 @@ from functools import cached_property
 from itertools import islice
 from typing import ClassVar, NamedTuple
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import MOST, check_types, typed
+from rrfp_jax.readable import shown
 
 BUILT_IN = ("F", "B", "I", "W", "R", "U")
 """The letters of the tasks that every pipeline has."""

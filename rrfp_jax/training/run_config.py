@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.core import check_delay
 from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.costs.layer_sizes import remat_rule
@@ -22,6 +21,7 @@ from rrfp_jax.layout import TENSOR, checked_axes
 from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.models.vision_config import ENCODER
 from rrfp_jax.observe.trackers import read_trackers
+from rrfp_jax.readable import shown
 from rrfp_jax.runtime.jax_environment import check_flags
 from rrfp_jax.schedules import Placement
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from rrfp_jax.byte_sizes import format_bytes, parse_bytes
 from rrfp_jax.cluster import RunKey
 from rrfp_jax.cluster.child_processes import Output
 from rrfp_jax.cluster.config import LaunchSettings
@@ -32,6 +31,7 @@ from rrfp_jax.planner import plan
 from rrfp_jax.planner.analytic_costs import MicrobatchRows, rows_of_microbatch
 from rrfp_jax.planner.configured import configured_memory
 from rrfp_jax.programs.model_graph import model_graph
+from rrfp_jax.readable import format_bytes, parse_bytes
 from rrfp_jax.runtime.cluster import membership_from
 from tests.commands.running import ROOT
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from experiments import bench_deterministic, bench_fidelity, bench_multimodal, bench_split
+from experiments import bench_deterministic, bench_fidelity, bench_flow, bench_multimodal, bench_split
 from tests.commands.running import run_command, sentence
 
 
@@ -25,6 +25,14 @@ def test_a_split_backward_is_measured_beside_the_fused_one(monkeypatch):
     bench_split.bench_split(Console(file=shown, width=160), repeats=1, only="small")
     assert "small" in shown.getvalue()
     assert "(I+W)/B" in shown.getvalue()
+
+
+def test_pipes_are_measured_beside_bare_queues_and_arbiters(monkeypatch):
+    for name, value in {"NUM_TOKENS": 300, "REPEATS": 1, "LINES": (5,), "_STEPS": 1}.items():
+        monkeypatch.setattr(bench_flow, name, value)
+    shown = io.StringIO()
+    bench_flow.bench_flow(Console(file=shown, width=160))
+    assert "an arbiter per pipe" in shown.getvalue()
 
 
 def test_simulated_and_real_settings_cover_every_way_to_consume():

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CostBook, CostEntry
 from rrfp_jax.planner.records import Plan, Ranked
 from rrfp_jax.planner.report import milliseconds, order_in_words, plan_as_json, show_plan
+from rrfp_jax.readable import format_bytes
 from tests.planner.plans import MIB, TYPES, choice_of, made_plan, ranked_of, table_of
 
 BOOK = CostBook(layers=made_plan().ranking[0].choice.cut.costs.layers, entries=(CostEntry(types=TYPES),), source="made")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.costs.devices import CUDA, Device, device_of
 from rrfp_jax.planner.compile_for import CompiledRun, ProgramReport, compile_run
+from rrfp_jax.readable import parse_bytes
 from tests.commands.running import ROOT
 from tests.commands.test_presets import forecasts_told
 

@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rrfp_jax.bounded_text import printable
+from rrfp_jax.readable import printable
 
 if TYPE_CHECKING:
     from rrfp_jax.schedules.timeline import Timeline

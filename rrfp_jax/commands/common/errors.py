@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from rrfp_jax.bounded_text import sentence
 from rrfp_jax.exit_codes import (
     BAD_INPUT,
     INTERNAL_ERROR,
@@ -38,6 +37,7 @@ from rrfp_jax.exit_codes import (
     TASK_FAILED,
     print_fatal_message,
 )
+from rrfp_jax.readable import sentence
 from rrfp_jax.storage import STORE_FAILED
 
 _OF_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
-from rrfp_jax.bounded_text import sentence
+from rrfp_jax.readable import sentence
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _MANY = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}

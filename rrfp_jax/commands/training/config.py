@@ -20,7 +20,6 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rrfp_jax.bounded_text import shown
 from rrfp_jax.cluster.config import TRANSPORTS, ClusterConfig
 from rrfp_jax.commands.common.options import (
     AS_MAPPING,
@@ -62,6 +61,7 @@ from rrfp_jax.models.vision_config import (
     encoder_values,
 )
 from rrfp_jax.observe.trackers import TRACKERS
+from rrfp_jax.readable import shown
 from rrfp_jax.record_files import read_bounded, read_yaml
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.run_config import (

@@ -9,12 +9,12 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.readable import format_bytes
 from rrfp_jax.training.evaluation import EvaluationRow
 from rrfp_jax.training.loop import StepRow
 

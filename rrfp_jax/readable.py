@@ -1,4 +1,7 @@
-"""Make text from outside safe to show: bound its length, and escape characters that a terminal would obey."""
+"""Text for people: numbers of bytes as they write them, and text from outside made safe to show.
+
+Such text is bounded in its length, and characters that a terminal would obey are escaped.
+"""
 
 import re
 import reprlib
@@ -10,6 +13,9 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 """Control characters except tab and line break, marks that turn the direction of text, and lone surrogates, which
 cannot be sent to a terminal."""
 _LONG = re.compile(rf"\S{{{_MOST_WORD + 1},}}")
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _repr = reprlib.Repr()
 _repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxtuple = 4, 8, 8, 8
@@ -43,3 +49,25 @@ def _cut(found: re.Match[str]) -> str:
 def _middle_out(text: str, length: int) -> str:
     """Returns a text without its middle: the beginning names the place, and the end has the remedy."""
     return f"{text[: length * 2 // 3]}...{text[-(length // 3) :]}"
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """Returns the bytes of a text such as ``512MiB``; raises ValueError, which names ``what``, on anything else."""
+    for unit, factor in reversed((_UNITS | _DECIMAL).items()):
+        number = text.strip().removesuffix(unit)
+        if number != text.strip():
+            try:
+                num_bytes = float(number) * factor
+                if 1 <= num_bytes < float("inf"):
+                    return int(num_bytes)
+            except ValueError:
+                break
+    raise ValueError(f"{what} is {text!r}, which is no size: write a number and a unit, for example 512MiB or 2GiB")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns a number of bytes in words, ``1536`` as ``1.5 KiB``."""
+    for unit, factor in reversed(_UNITS.items()):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.4g} {unit}"
+    return "0 B"
