@@ -418,6 +418,7 @@ class Pipeline:
         absent: Iterable[tuple[int, int]] = (),
         owners: StepOwners | None = None,
         order: Sequence[int] | None = None,
+        left_out: Iterable[tuple[int, int]] = (),
     ) -> tuple[PipelineState, StepMetrics[StepResult]]:
         """Enqueue one training step; returns as soon as it is enqueued, at most one step ahead of the running one.
 
@@ -435,6 +436,9 @@ class Pipeline:
                 order in which gradients are added up, and nothing at all in a deterministic pipeline, which adds them
                 up in the order of the numbers. Timelines, event logs and ``owners`` then count places in this order.
                 All processes give the same.
+            left_out: (chunk, microbatch) pairs whose weight gradient the step leaves out, for which their W runs no
+                program (:func:`rrfp_jax.simulation.choose_frozen` chooses such pairs). Losses and the weight by which
+                gradients are divided stay those of all microbatches. All processes give the same.
 
         Raises ValueError on a batch that does not fit, before anything has changed, and PipelineClosed after ``close``.
         If the run fails, the step's result raises RunFailed, and so does this method once it is known.
@@ -451,25 +455,28 @@ class Pipeline:
             )
         buckets = running.buckets.numbers(leaves)
         skipped = self._absent(running, buckets, absent)
+        lacking = self._checked_left_out(left_out, skipped, number)
         numbers = self._own_numbers(order, number)
         if numbers:
             # From here on a microbatch goes by its place.
             places = {own: place for place, own in enumerate(numbers)}
             leaves, buckets = in_order(leaves, numbers), tuple([buckets[own] for own in numbers])
             skipped = [(chunk, places[own]) for chunk, own in skipped]
+            lacking = frozenset((chunk, places[own]) for chunk, own in lacking)
         # So far chunks have their numbers in one replica; the runtime counts those of all replicas.
         pairs = running.copies.pairs(skipped)
         owners, graph = self._checked_owners(running, owners)
         weights = running.weights.of(buckets, graph)
         # All that can refuse the batch comes before this line, so a ValueError leaves pipeline and state as they were.
         self._make_room()
-        batch_of_step = StepBatch(leaves, buckets, self._step, numbers=numbers)
+        batch_of_step = StepBatch(leaves, buckets, self._step, numbers=numbers, left_out=lacking)
         future = running.runtime.submit(self._turn, batch_of_step, pairs, weights, owners=owners, trained=self._step)
         made = partial(
             StepResult.of,
             step=self._step,
             has_norm=self.updates.needs_norm,
             forwards_skipped=len(set(skipped)),
+            weights_left_out=len(lacking),
             absent=self.layout.absent,
         )
         metrics = StepMetrics(future, self._hold, made)
@@ -630,16 +637,7 @@ class Pipeline:
         """Returns the (chunk, microbatch) pairs skipped because leaves are lacking, and those given in ``absent``."""
         skipped = running.skipped
         pairs = [(chunk, microbatch) for microbatch, bucket in enumerate(buckets) for chunk in skipped[bucket]]
-        given: Iterable[Any] = absent  # the annotation promises pairs, but callers without a type checker may not
-        for pair in given:
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_whole, pair))):
-                raise ValueError(f"absent has {with_type(pair)}: give pairs of a chunk and a microbatch")
-            chunk, microbatch = pair
-            if not (0 <= chunk < len(self.chunks) and 0 <= microbatch < len(buckets)):
-                raise ValueError(
-                    f"absent has chunk {chunk} with microbatch {microbatch}: there are {len(self.chunks)} chunks and "
-                    f"{len(buckets)} microbatches, counted from 0"
-                )
+        for chunk, microbatch in self._checked_pairs("absent", absent, len(buckets)):
             for successor in self._graph.successors(chunk):
                 if chunk in self._graph.optional_predecessors(successor) and microbatch < len(buckets):
                     raise ValueError(
@@ -648,6 +646,41 @@ class Pipeline:
                     )
             pairs.append((chunk, microbatch))
         return pairs
+
+    def _checked_pairs(
+        self, name: str, pairs: Iterable[tuple[int, int]], num_microbatches: int
+    ) -> Iterator[tuple[int, int]]:
+        given: Iterable[Any] = pairs  # the annotation promises pairs, but callers without a type checker may not
+        for pair in given:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_whole, pair))):
+                raise ValueError(f"{name} has {with_type(pair)}: give pairs of a chunk and a microbatch")
+            chunk, microbatch = pair
+            if not (0 <= chunk < len(self.chunks) and 0 <= microbatch < num_microbatches):
+                raise ValueError(
+                    f"{name} has chunk {chunk} with microbatch {microbatch}: there are {len(self.chunks)} chunks and "
+                    f"{num_microbatches} microbatches, counted from 0"
+                )
+            yield chunk, microbatch
+
+    def _checked_left_out(
+        self, left_out: Iterable[tuple[int, int]], skipped: Iterable[tuple[int, int]], num_microbatches: int
+    ) -> frozenset[tuple[int, int]]:
+        """Returns the pairs of the step whose weight gradient it leaves out; raises ValueError where it cannot."""
+        graph, lacking = self._graph, set(self._checked_pairs("left_out", left_out, num_microbatches))
+        for chunk in sorted({chunk for chunk, _ in lacking}):
+            if not graph.trains(chunk):
+                raise ValueError(f"left_out has chunk {chunk}, which has no weight gradient: leave it out of left_out")
+            if chunk not in graph.split:
+                raise ValueError(
+                    f"left_out has chunk {chunk}, whose backward runs in one piece: take a schedule or hint that "
+                    "splits it, such as 1f1b-split, zb-h1 or bfw"
+                )
+        lacking.difference_update(skipped)
+        trained = [chunk for chunk in range(len(self.chunks)) if graph.trains(chunk)]
+        gone = sum(graph.trains(chunk) for chunk, _ in set(skipped))
+        if lacking and len(lacking) >= len(trained) * num_microbatches - gone:
+            raise ValueError("left_out has every weight gradient of the step, and nothing would train: leave out fewer")
+        return frozenset(lacking)
 
     def wait(self) -> None:
         """Wait for all steps enqueued."""

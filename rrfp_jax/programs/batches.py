@@ -49,6 +49,8 @@ class StepBatch(NamedTuple):
     numbers: Sequence[int] = ()
     """The microbatches' own numbers, by which random keys and the sum of losses go, where they come in another order
     than the caller's; empty: their places."""
+    left_out: frozenset[tuple[int, int]] = frozenset()
+    """The pairs of a chunk, numbered in one replica, and a microbatch's place whose weight gradient adds nothing."""
 
     def number(self, place: int) -> int:
         """Returns the own number of the microbatch in a place."""

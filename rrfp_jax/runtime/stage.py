@@ -583,6 +583,9 @@ class ProgramStage:
         residuals = self._steps[step].weight_residuals.pop((chunk, microbatch))
         if self._exchange is not None:
             self._exchange.turn_to(step, self._graph.holder(chunk), microbatch)
+        if (self._copies.base(chunk), microbatch) in self._steps[step].batch.left_out:
+            # W stays a task, so orders, memory and groups need not know: it frees the residuals, and no program runs.
+            return self._with_pieces(step, chunk, (), [])
         sums, done = programs.weight_gradient(params, residuals, self._sums(step, chunk), derived=derived)
         self._keep_sums(step, chunk, sums)
         return self._with_pieces(step, chunk, done, [])

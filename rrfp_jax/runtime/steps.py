@@ -292,10 +292,19 @@ class StepResult:
     """How many times as long as its peers a unit takes, by units that have fewer microbatches for that."""
     forwards_skipped: int = field(default=0, repr=False)
     """Number of pairs of a chunk and a microbatch that skipped it, such as encoders and microbatches without images."""
+    weights_left_out: int = field(default=0, repr=False)
+    """Number of weight gradients, of a chunk and a microbatch each, that the step was told to leave out."""
 
     @classmethod
     def of(
-        cls, outcome: StepOutcome, *, step: int, has_norm: bool, forwards_skipped: int, absent: tuple[int, ...] = ()
+        cls,
+        outcome: StepOutcome,
+        *,
+        step: int,
+        has_norm: bool,
+        forwards_skipped: int,
+        weights_left_out: int = 0,
+        absent: tuple[int, ...] = (),
     ) -> "StepResult":
         """Returns the result of training step number ``step``, in a run where some units are absent."""
         verdict = outcome.result
@@ -317,4 +326,5 @@ class StepResult:
             means=verdict.means,
             ended_s=outcome.ended_s,
             forwards_skipped=forwards_skipped,
+            weights_left_out=weights_left_out,
         )

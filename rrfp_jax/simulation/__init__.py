@@ -5,9 +5,12 @@ from rrfp_jax.simulation._driver import Machine as Machine
 from rrfp_jax.simulation._driver import Simulation as Simulation
 from rrfp_jax.simulation._driver import simulate as simulate
 from rrfp_jax.simulation._driver import simulated_steps_ms as simulated_steps_ms
+from rrfp_jax.simulation.bounds import Freezing as Freezing
+from rrfp_jax.simulation.bounds import FrozenShares as FrozenShares
 from rrfp_jax.simulation.bounds import LowerBound as LowerBound
 from rrfp_jax.simulation.bounds import at_least_ms as at_least_ms
 from rrfp_jax.simulation.bounds import bf_upper_bound_ms as bf_upper_bound_ms
+from rrfp_jax.simulation.bounds import choose_frozen as choose_frozen
 from rrfp_jax.simulation.bounds import lower_bound as lower_bound
 from rrfp_jax.simulation.costs import PAPER_LEVELS as PAPER_LEVELS
 from rrfp_jax.simulation.costs import Costs as Costs

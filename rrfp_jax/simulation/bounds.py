@@ -13,20 +13,25 @@ With operations in the graph the bounds come from the longest paths through its 
 The makespan lies between the first start and the last end of tasks with a microbatch on compute lanes. So a path counts
 from such a task to such a task; an operation that need not run between the two, such as one that runs before the first
 forward, bounds nothing.
+
+Weight gradients that a step may lack (TimelyFreeze, arXiv 2602.05754) shorten it: :func:`choose_frozen` solves for the
+shares of them to leave out, so that a table's step is shortest while no stage leaves out more than a limit on average.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.core import MessageKind
-from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
-from rrfp_jax.simulation.costs import InjectedSleeps, for_graph, of_tasks
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, ScheduleTable, Task, TaskKind
+from rrfp_jax.schedules.timeline import Timeline
+from rrfp_jax.simulation.costs import InjectedSleeps, for_graph, of_tasks, recorded
 from rrfp_jax.simulation.links import Links
 
 Array = NDArray[np.float64]
@@ -241,3 +246,176 @@ def transfer_ms(earlier: Task, later: Task, placement: Placement, links: Links) 
     source, target = placement.stage_of_chunk[earlier.chunk], placement.stage_of_chunk[later.chunk]
     kind = MessageKind.ACTIVATION if earlier.kind is TaskKind.F else MessageKind.GRADIENT
     return 0.0 if source == target else links.transfer_ms(kind, source, target)
+
+
+# -- weight gradients that a step may lack -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FrozenShares:
+    """The shares of the weight gradients that steps leave out, and the makespan of a table's step with them."""
+
+    placement: Placement
+    shares: Array
+    """[chunks, microbatches], each from 0, all is computed, to 1, nothing is."""
+    num_trained: int
+    """How many weight gradients a whole step has."""
+    makespan_ms: float
+    whole_ms: float
+    """The makespan with nothing left out."""
+
+    def durations_ms(self, durations_ms: Array) -> Array:
+        """Returns durations [..., chunks, microbatches, 3] with the rest of each weight gradient."""
+        rest = durations_ms.copy()
+        rest[..., 2] *= 1 - self.shares
+        return rest
+
+    def pairs(self, step: int, part: float = 1.0) -> list[tuple[int, int]]:
+        """Returns the (chunk, microbatch) pairs whose whole weight gradient a step leaves out, as ``Pipeline.step``
+        takes them.
+
+        Over many steps each pair is left out in its share of them, times ``part``; in each step every stage leaves out
+        the sum of its shares, up to the fraction of one. Never are all left out.
+        """
+        found = []
+        for chunks in self.placement.chunks_of_stage:
+            passed = step * _GOLDEN % 1.0
+            for chunk in chunks:
+                for microbatch, share in enumerate(self.shares[chunk]):
+                    before, passed = passed, passed + share * part
+                    if int(passed + _ROUNDING) > int(before + _ROUNDING):
+                        found.append((chunk, microbatch))
+        return found if len(found) < self.num_trained else found[1:]
+
+
+_GOLDEN = 0.6180339887498949
+"""Its multiples, modulo 1, fill the range evenly however many there are."""
+_ROUNDING = 1e-6
+"""Shares come from a solver, which keeps its bounds to about as much."""
+
+
+def choose_frozen(
+    table: ScheduleTable, durations_ms: Array, limit: float, *, links: Links | None = None
+) -> FrozenShares:
+    """Returns the shares of weight gradients to leave out for the shortest step of a table that is followed strictly.
+
+    On no stage is the mean share above ``limit``; of all such choices it is the one that leaves out least.
+    ``durations_ms`` is [chunks, microbatches, 3].
+
+    Raises ValueError for a limit that is no share, or is all, and for a table with operations.
+    """
+    from scipy.optimize import linprog  # loads scipy, which takes long
+    from scipy.sparse import coo_array
+
+    check_freeze_limit(limit)
+    graph, placement = table.graph, table.placement
+    if graph.ops:
+        raise ValueError(f"table {table.name!r} has operations, which run beside its rows: give the table without them")
+    links = links or Links()
+    tasks = table.execution
+    number = {task: n for n, task in enumerate(tasks)}
+    lasts_ms = task_lengths_ms(graph, durations_ms, {})
+    lengths = np.array([lasts_ms[task] for task in tasks])
+    # The columns: the start of each task, the makespan, and the share that is left out of each weight gradient.
+    trains = [t for t in tasks if graph.trains(t.chunk) and t.kind is graph.accumulating_kind(t.chunk)]
+    whole_ms = np.array([durations_ms[t.chunk, t.microbatch, 2] for t in trains])
+    end, num_tasks = len(tasks), len(tasks)
+    share = {number[t]: num_tasks + 1 + n for n, t in enumerate(trains)}
+    gain = dict(zip(share, whole_ms.tolist(), strict=True))
+    after: list[tuple[int, int, float]] = []
+    for order in table.orders:
+        after += [(number[a], number[b], 0.0) for a, b in pairwise(order)]
+        after += [(number[order[-1]], end, 0.0)] if order else []
+    for task in tasks:
+        for needed in graph.dependencies(task):
+            if placement.stage_of_chunk[needed.chunk] != placement.stage_of_chunk[task.chunk]:
+                after.append((number[needed], number[task], transfer_ms(needed, task, placement, links)))
+    cells: list[tuple[int, int, float]] = []
+    bounds: list[float] = []
+    for row, (first, then, ms) in enumerate(after):  # start + length - left out + transfer <= start of the other
+        cells += [(row, first, 1.0), (row, then, -1.0)]
+        if first in share:
+            cells.append((row, share[first], -gain[first]))
+        bounds.append(-lengths[first] - ms)
+    for stage in range(placement.num_stages):
+        own = [share[number[t]] for t in trains if placement.stage_of_chunk[t.chunk] == stage]
+        cells += [(len(bounds), column, 1.0) for column in own]
+        bounds.append(limit * len(own))
+    rows, columns, values = zip(*cells, strict=True)
+    num_columns = num_tasks + 1 + len(trains)
+    matrix = coo_array((values, (rows, columns)), shape=(len(bounds), num_columns)).tocsr()
+    costs = np.zeros(num_columns)
+    costs[end] = 1.0
+    costs[end + 1 :] = _LEAST * lengths.sum() / max(1, len(trains))
+    limits = np.zeros((num_columns, 2))
+    limits[: end + 1, 1] = inf
+    limits[end + 1 :, 1] = 1.0
+    found = linprog(costs, A_ub=matrix, b_ub=np.array(bounds), bounds=limits, method="highs")
+    if not found.success:
+        raise ValueError(f"the weight gradients to leave out of table {table.name!r} were not found: {found.message}")
+    shares = np.zeros(durations_ms.shape[:2])
+    for task, column in zip(trains, share.values(), strict=True):
+        shares[task.chunk, task.microbatch] = min(1.0, max(0.0, found.x[column]))
+    starts = np.zeros(num_tasks + 1)
+    for first, then, ms in sorted(after, key=lambda wait: wait[0]):  # tasks are in an order in which they can run
+        starts[then] = max(starts[then], starts[first] + lengths[first] + ms)
+    return FrozenShares(placement, shares, len(trains), float(found.x[end]), float(starts[end]))
+
+
+_LEAST = 1e-4
+"""The weight of all that is left out beside the makespan: of equally short steps the one that leaves out least."""
+
+
+def check_freeze_limit(limit: float) -> None:
+    """Raises ValueError for a share of the weight gradients that no step can lack."""
+    if not 0 <= limit < 1:
+        what = "would leave out every weight gradient, and nothing would train" if limit == 1 else "is no share"
+        raise ValueError(f"a freeze limit of {limit} {what}: give 0 or more, and less than 1")
+
+
+class Freezing:
+    """The weight gradients that the steps of a run leave out, in TimelyFreeze's three phases.
+
+    Until step ``warm_up`` all are computed. The next ``monitored`` steps are measured, and the shares to leave out are
+    chosen. These grow from nothing to all of them within ``growing`` steps::
+
+        freezing = Freezing(table, 0.5, warm_up=100, monitored=10, growing=200)
+        for step, batch in enumerate(batches):
+            state, metrics = pipeline.step(state, batch, left_out=freezing.left_out(step))
+            freezing.observe(step, metrics.result().timeline)
+
+    A run that goes on later measures again first. It takes a pipeline in one process, without replicas: where stages
+    are elsewhere, give all processes the pairs of the same :class:`FrozenShares`.
+
+    Raises ValueError for a limit that is no share, or is all, and for negative numbers of steps.
+    """
+
+    def __init__(self, table: ScheduleTable, limit: float, *, warm_up: int, monitored: int, growing: int) -> None:
+        check_freeze_limit(limit)
+        if warm_up < 0 or monitored < 1 or growing < 0:
+            raise ValueError(
+                f"phases of {warm_up}, {monitored} and {growing} steps: give 0 or more, and monitor at least 1"
+            )
+        self._table, self._limit = table, limit
+        self._warm_up, self._monitored, self._growing = warm_up, monitored, growing
+        self._measured_ms: list[Array] = []
+        self.shares: FrozenShares | None = None
+        """The chosen shares; None until they are."""
+
+    def left_out(self, step: int) -> list[tuple[int, int]]:
+        """Returns the pairs that this step leaves out."""
+        if self.shares is None:
+            return []
+        grown = step + 1 - self._warm_up - self._monitored
+        return self.shares.pairs(step, min(1.0, grown / self._growing) if self._growing else 1.0)
+
+    def observe(self, step: int, timeline: Timeline) -> None:
+        """Takes in the record of a step; raises ValueError where it has not all tasks of the table, or others."""
+        if self.shares is not None or step < self._warm_up:
+            return
+        graph = self._table.graph
+        if any(span.task.chunk >= graph.num_chunks for span in timeline.spans):
+            raise ValueError("the recorded step has more chunks than the table: freezing takes a run without replicas")
+        self._measured_ms.append(recorded(timeline, graph)[0])
+        if len(self._measured_ms) == self._monitored:
+            self.shares = choose_frozen(self._table, np.mean(self._measured_ms, axis=0), self._limit)
