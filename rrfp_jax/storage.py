@@ -304,18 +304,20 @@ def _as_os_error(error: Exception, path: str) -> OSError:
 
 def check_bucket(path: BucketPath, what: str) -> None:
     """Raises ValueError, with the remedy, unless objects below ``path`` can be made, once each, listed, read and
-    removed. Nothing is left behind."""
+    removed. Nothing is left behind that can be removed."""
     probe = path / f".{secrets.token_hex(8)}.tmp"
     try:
         probe.put(b"first", create=True)
         try:
-            probe.put(b"second", create=True)
-        except FileExistsError:
-            is_kept = True
-        else:
-            is_kept = False
-        list(path.iterdir())
-        probe.unlink()
+            try:
+                probe.put(b"second", create=True)
+            except FileExistsError:
+                is_kept = True
+            else:
+                is_kept = False
+            list(path.iterdir())
+        finally:  # some credentials write and delete, but do not list
+            probe.unlink()
     except OSError as error:
         raise ValueError(
             f"{what} {path} cannot be used ({error.strerror}): check the name of the bucket, and that your credentials "

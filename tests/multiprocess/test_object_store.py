@@ -7,14 +7,16 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import optax
 import pytest
 
 from rrfp_jax.checkpoint import NotDone, last_committed
-from rrfp_jax.storage import _store
+from rrfp_jax.storage import BucketPath, _store, check_bucket
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 from tests.commands.running import run_afresh
 from tests.environment import of_child
@@ -158,3 +160,83 @@ def test_two_runs_on_one_prefix_and_what_commands_read_there(bucket: Path, tmp_p
     refused = run_afresh("train", *options[:2], "--run-dir", "s3://no-such-bucket/run")
     assert refused.returncode == 2
     assert "run_dir s3://no-such-bucket/run cannot be used (The specified bucket does not exist)" in refused.stderr
+
+
+@contextmanager
+def only_with_rights() -> Iterator[None]:
+    """Lets the server look at credentials, which it does not otherwise."""
+    server = os.environ["AWS_ENDPOINT_URL"]
+
+    def look_after(requests: bytes) -> None:
+        urlopen(Request(f"{server}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})).close()
+
+    look_after(b"0")
+    try:
+        yield
+    finally:
+        look_after(b"inf")
+
+
+def credentials(user: str, *rights: str) -> dict[str, str]:
+    """Makes a user with these rights, and returns the environment of its processes."""
+    client = pytest.importorskip("boto3").client("iam")
+    client.create_user(UserName=user)
+    for right in rights:
+        rule = {"Effect": "Allow", "Action": f"s3:{right}*", "Resource": "*"}
+        policy = {"Version": "2012-10-17", "Statement": [rule]}
+        client.put_user_policy(UserName=user, PolicyName=right, PolicyDocument=json.dumps(policy))
+    key = client.create_access_key(UserName=user)["AccessKey"]
+    return {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+
+
+READ, ALL = ("Get", "Head", "List"), ("Get", "Head", "List", "Put", "Delete")
+
+
+def test_a_bucket_without_rights_is_refused_before_work_starts(
+    bucket: BucketPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = training_config(tmp_path, num_stages=1)
+    users = {"nobody": (), "reader": READ, "owner": ALL}
+    users |= {f"all-but-{right}": {*ALL} - {right} for right in ("List", "Put", "Delete")}
+    keys = {user: credentials(f"{bucket.name}-{user}", *rights) for user, rights in users.items()}
+    keys["stranger"] = {"AWS_ACCESS_KEY_ID": "unknown", "AWS_SECRET_ACCESS_KEY": "unknown"}
+    assert run_afresh("train", "--config", config, "--steps", 2, "--run-dir", bucket / "run").returncode == 0
+    before = bucket.files()
+    (tmp_path / "text").write_text("to be tokenized")
+    remedy = ": check the name of the bucket, and that your credentials let you list, read, write and delete there"
+
+    def refused(command: tuple[object, ...], begin: str, end: str = remedy) -> None:
+        result = run_afresh(*map(str, command))
+        (told,) = result.stderr.splitlines()
+        assert (result.returncode, told[: len(begin)], told[-len(end) :]) == (2, begin, end)
+
+    with only_with_rights():
+        for user, environment in keys.items():
+            with monkeypatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                _store.cache_clear()
+                if user == "owner":
+                    check_bucket(bucket, "run_dir")
+                else:
+                    words = f"^run_dir {bucket} cannot be used .*(Denied|Forbidden).*{remedy}$"
+                    with pytest.raises(ValueError, match=words):
+                        check_bucket(bucket, "run_dir")
+                if user in ("nobody", "reader"):
+                    for name in ("run", "new"):
+                        train = "train", "--config", config, "--steps", 4, "--run-dir", bucket / name
+                        refused(train, f"error: run_dir {bucket / name} cannot be used (")
+                    tokenize = "tokenize", tmp_path / "text", "--tokenizer", "bytes", "--out", bucket / "tokens"
+                    refused(tokenize, f"error: out {bucket / 'tokens'} cannot be used (")
+                sample = "sample", bucket / "run", "--prompt", "a", "--max-tokens", 3
+                if user == "nobody":
+                    begin = f"error: {bucket / 'run' / 'model.yaml'}: the object store refused or failed ("
+                    refused(sample, begin, ": mend the network or your credentials, and try again")
+                elif user == "reader":
+                    assert run_afresh(*sample).returncode == 0
+    _store.cache_clear()
+    after = bucket.files()
+    # Who may write and not delete leaves the few bytes of its trial.
+    assert {name: size for name, size in after.items() if not name.endswith(".tmp")} == before
+    assert len(after) == len(before) + 1
+    assert run_afresh("train", "--config", config, "--steps", 3, "--run-dir", bucket / "run").returncode == 0
