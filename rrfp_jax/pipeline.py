@@ -173,7 +173,7 @@ class Pipeline:
         self.process = _fitted_process(process, self.placement, updates)
         """This process's part in the run."""
         self.layout = self.process.layout
-        check_operations(self._graph, self.process)
+        check_operations(self._graph, self.process, options.group_protocol)
         if options.pieces is not None and updates.delay:
             raise ValueError("stages on which steps overlap hardly idle: leave out options.pieces, or the delay")
         if options.pieces is not None and any(len(self.layout.ranks_of(u)) > 1 for u in range(self.layout.num_units)):

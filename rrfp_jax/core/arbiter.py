@@ -687,13 +687,18 @@ class StageArbiter:
                 continue
             position = next((p for p in positions if self._admits_beside(p)), None)
             if position is not None:
-                positions.remove(position)
-                node = self._ranked.at[position]
-                engines.running[engine] = node
-                self._waiting[node] = RUNNING
-                if self._footprint is not None:
-                    self._footprint.start(position)
-                out.append(RunTask(self.step, self._ranked.plan.tasks[node]))  # type: ignore[arg-type]
+                self._start_beside(engines, self._ranked.at[position], out)
+
+    def _start_beside(self, engines: Engines, node: int, out: list[Instruction]) -> None:
+        """Start a task of an engine."""
+        plan, position = self._ranked.plan, self._ranked.position[node]
+        engine = -1 - plan.lanes[node]
+        engines.ready[engine].remove(position)
+        engines.running[engine] = node
+        self._waiting[node] = RUNNING
+        if self._footprint is not None:
+            self._footprint.start(position)
+        out.append(RunTask(self.step, plan.tasks[node]))  # type: ignore[arg-type]
 
     def _admits_beside(self, position: int) -> bool:
         """Returns whether an operation on an engine may start, for which a due task still holds its memory."""

@@ -154,7 +154,7 @@ class MemberReceived(NamedTuple):
 
 
 class TaskChosen(NamedTuple):
-    """From the leader: ``task`` is the step's task number ``number``, counted from 0."""
+    """From the leader: ``task`` is the step's task number ``number``, counted from 0 over all lanes."""
 
     number: int
     task: Task

@@ -24,11 +24,20 @@ ways of the notes only, not their content.
 behind with them. Let the leader dispatch task n, and let D be those of the tasks 0..n-1 that had finished on the leader
 then or were due, all of them. Whatever task n waits for on its own stage is in D, and the messages that it waits for
 have arrived on all members. A follower starts 0..n-1 before it, and they end; once all have, it has finished at least
-D, so task n is ready there too. It is also admissible: the leader's window admitted n with D finished, and where more
-tasks have finished, more slots are free and no microbatch that holds one has lost it to a younger one. So by induction
-every follower starts every task, in the leader's order. That holds too where tasks are collectives, which end nowhere
-before all members have started them: the first task that has not ended everywhere comes after tasks that have, so every
-member starts it.
+D, so task n is ready there too. It is also admissible: the leader's bound of memory admitted n with D finished. The
+same tasks have taken memory by then, and where more have ended, memory is free before its turn: so no sum that the rule
+of :mod:`rrfp_jax.core.memory` asks for is above the leader's, and no microbatch that holds a slot has lost it to a
+younger one. So by induction every follower starts every task, in the leader's order. That holds too where tasks are
+collectives, which end nowhere before all members have started them: the first task that has not ended everywhere comes
+after tasks that have, so every member starts it.
+
+*Engines beside compute* (:mod:`rrfp_jax.core.dispatch`) copy, each member its own shards. A copy is no collective and
+ends on each member by itself, but it may take memory. So the leader chooses copies as well and numbers them with all
+other tasks. A follower starts one in its turn, beside what its compute lane runs, once its engine is free, which it is
+when 0..n-1 have ended. A copy counts real ends alone, so its D has no due task. Members whose engines chose for
+themselves would deadlock under a hint: where the leader starts F in the last free slot while its engine is busy, the
+free engine of a follower brings another activation back into that slot, which only a task behind F frees again
+(``tests/checking/test_explore_operations.py`` has the run).
 
 A certain choice (:mod:`rrfp_jax.core.dispatch`) the leader makes while the task before it runs, which is due from its
 start; D is everything before n then. A member counts its own tasks alike, and may have each choice wait on its device
@@ -76,6 +85,9 @@ takes with it the place that it had given.
 
 Its weakness, which the paper names: with B1 and F4 ready on one member and F4 on another, nothing runs until B1 is
 ready there as well, although F4 could. A leader finds F4.
+
+It takes no engines beside compute: a copy that a member starts once it has proposed may take the memory that its
+candidate counted on.
 """
 
 from collections.abc import Hashable
@@ -84,6 +96,7 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from rrfp_jax.core.arbiter import StageArbiter
+from rrfp_jax.core.dispatch import NOTHING, Engines
 from rrfp_jax.core.events import (
     Event,
     GroupHeard,
@@ -212,6 +225,10 @@ class _TreeMember(GroupMember[int | MemberReceived | MemberStarted, int | TaskCh
         kept[note] = having = before | 1 << member
         return having == self._everyone != before
 
+    def _start_beside(self, engines: Engines, node: int, out: list[Instruction]) -> None:
+        super()._start_beside(engines, node, out)
+        self._num_started += 1
+
     def validate(self) -> None:
         super().validate()
         for step, kept in self._kept.items():
@@ -260,10 +277,18 @@ class LeadingMember(_TreeMember):
             super()._dispatch(out)
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
+        self._tell(node, out)
+        super()._start(node, position, out)
+
+    def _start_beside(self, engines: Engines, node: int, out: list[Instruction]) -> None:
+        self._tell(node, out)
+        super()._start_beside(engines, node, out)
+
+    def _tell(self, node: int, out: list[Instruction]) -> None:
+        """Tell the followers the number of a task that starts."""
         assert self.step is not None
         note = TaskChosen(self._num_started, self._ranked.plan.tasks[node], self._hint_state)
         out += [TellGroup(self.step, child, note) for child in self.children]
-        super()._start(node, position, out)
 
 
 class FollowingMember(_TreeMember):
@@ -313,24 +338,35 @@ class FollowingMember(_TreeMember):
 
     def _dispatch(self, out: list[Instruction]) -> None:
         assert self.step is not None
-        kept = self._kept.get(self.step)
-        while (len(self._running) < self._capacity or self._counts_on(out)) and kept:
+        kept, plan = self._kept.get(self.step, {}), self._ranked.plan
+        while True:
             note = kept.get(self._num_started)
-            if not isinstance(note, TaskChosen) or not self._can_start(note):
+            node = plan.index.get(note.task) if isinstance(note, TaskChosen) else None
+            is_beside = node is not None and plan.lanes[node] < 0
+            if not is_beside and len(self._running) >= self._capacity and not self._counts_on(out):
                 return
+            if not isinstance(note, TaskChosen) or not self._can_start(note, node):
+                return
+            assert node is not None
             del kept[note.number]
             self._hint_state = note.hint_state
-            node = self._ranked.plan.index[note.task]
-            self._start(node, self._ranked.position[node], out)
+            if is_beside:
+                self._start_beside(self._engines, node, out)  # type: ignore[arg-type]
+            else:
+                self._start(node, self._ranked.position[node], out)
 
-    def _can_start(self, note: TaskChosen) -> bool:
-        plan = self._ranked.plan
-        node = plan.index.get(note.task)
+    def _can_start(self, note: TaskChosen, node: int | None) -> bool:
         if node is None or self._waiting[node] < 0:
             what = f"the leader chose {note.task} as number {note.number}, which cannot be started here"
             raise illegal_transition(self, what, note.task)
-        is_forward = plan.lanes[node] == 0
-        return not self._waiting[node] and (not is_forward or self._admits(self._ranked.position[node]))
+        lane, position, footprint = self._ranked.plan.lanes[node], self._ranked.position[node], self._footprint
+        if self._waiting[node]:
+            return False
+        if lane < 0:
+            is_free = self._engines.running[-1 - lane] == NOTHING  # type: ignore[union-attr]
+            return is_free and self._admits_beside(position)
+        takes = lane == 0 if footprint is None else not footprint.is_free(position)
+        return not takes or self._admits(position)
 
     def validate(self) -> None:
         super().validate()
@@ -456,7 +492,7 @@ def group_arbiter(
         setup = replace(setup, foresight=None)
     if num_members > 1 and protocol is GroupProtocol.PROPOSE:
         setup = replace(setup, certain_ahead=False)
-    check_engines(setup.graph, setup.stage, num_members)
+    check_engines(setup.graph, setup.stage, num_members, protocol)
     if num_members == 1 or protocol is GroupProtocol.OFF:
         return StageArbiter(setup)
     if protocol is GroupProtocol.PROPOSE:
@@ -464,12 +500,12 @@ def group_arbiter(
     return (LeadingMember if member == LEADER else FollowingMember)(setup, member, num_members, degree)
 
 
-def check_engines(graph: PipelineGraph, stage: int, num_members: int) -> None:
-    """Raise ValueError where a stage of several processes has engines beside compute: a group agrees on one sequence of
-    tasks, so that collectives meet, and those are not in it."""
+def check_engines(graph: PipelineGraph, stage: int, num_members: int, protocol: GroupProtocol | str) -> None:
+    """Raise ValueError where a stage of several processes has engines beside compute and no leader who chooses for
+    these too."""
     beside = [op.letter for op in graph.ops if op.is_beside]
-    if num_members > 1 and beside:
+    if num_members > 1 and beside and protocol != GroupProtocol.LEADER:
         raise ValueError(
-            f"operation {beside[0]} runs beside compute, and stage {stage} spans {num_members} processes, which "
-            "agree on one sequence of tasks: give the stage one process, or the operation the lane compute"
+            f"operation {beside[0]} runs beside compute on stage {stage}, which spans {num_members} processes: let "
+            f"their leader choose (group_protocol {GroupProtocol.LEADER}), or give the operation the lane compute"
         )

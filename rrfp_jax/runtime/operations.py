@@ -62,7 +62,7 @@ from functools import lru_cache, partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
-from rrfp_jax.core.groups import check_engines
+from rrfp_jax.core.groups import GroupProtocol, check_engines
 from rrfp_jax.core.ordering import STRICT, Ordering
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.field_rules import typed
@@ -136,12 +136,19 @@ def operations_of(graph: PipelineGraph) -> Mapping[str, Op]:
     return {op.letter: op for op in graph.ops}
 
 
-def check_operations(graph: PipelineGraph, process: "Process") -> None:
+def check_operations(graph: PipelineGraph, process: "Process", protocol: GroupProtocol | str) -> None:
     """Raises ValueError where an operation cannot run, here or on the units that this process hosts."""
     operations = operations_of(graph)
     for unit in process.units:
-        check_engines(graph, process.layout.stage_of(unit), len(process.layout.ranks_of(unit)))
+        stage, num_ranks = process.layout.stage_of(unit), len(process.layout.ranks_of(unit))
+        check_engines(graph, stage, num_ranks, protocol)
         for op in operations.values():
+            # Another one might run a program of all processes, in no order with those of the stage's own thread.
+            if num_ranks > 1 and op.is_beside and op.run not in (_stash_to_host, _stash_to_device):
+                raise ValueError(
+                    f"operation {op.letter} runs beside compute on stage {stage}, which spans {num_ranks} processes, "
+                    "where copies to the host and back alone can: give it the lane compute"
+                )
             check = getattr(op.run, "check", None)
             if check is not None:
                 check(process.devices_of(unit))
@@ -286,8 +293,6 @@ class _StashToHost:
 
 def _moved(context: OperationContext, *, to_host: bool) -> Any:
     """Replaces the arrays of a stash by copies on the other side; returns the copies."""
-    import jax  # Here, since schedules are also simulated without JAX.
-
     from rrfp_jax.programs.chunk_plan import Residuals
 
     assert context.programs is not None
@@ -300,7 +305,7 @@ def _moved(context: OperationContext, *, to_host: bool) -> Any:
     inputs = plan.aliased_inputs if context.owns_inputs else ()
     moving = [*range(num_made), *(num_made + place for place, is_input in enumerate(inputs) if is_input)]
     shardings = [_on_host(specs[place].sharding) if to_host else specs[place].sharding for place in moving]
-    copies = jax.device_put([arrays[place] for place in moving], shardings)
+    copies = _copied([arrays[place] for place in moving], shardings)
     for place, copy in zip(moving, copies, strict=True):
         arrays[place] = copy
     num_donated = len(stash.donated)
@@ -308,6 +313,37 @@ def _moved(context: OperationContext, *, to_host: bool) -> Any:
         tuple(arrays[:num_donated]), tuple(arrays[num_donated:num_made]), tuple(arrays[num_made:])
     )
     return copies
+
+
+def _copied(arrays: "list[Any]", shardings: "list[Sharding]") -> "list[jax.Array]":
+    """Returns copies of arrays, which lie on the devices of these shardings, perhaps in other memory."""
+    import jax  # here, since schedules are also simulated without JAX
+    from jax.sharding import SingleDeviceSharding
+
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.device_put(arrays, shardings)
+    # Each process copies its own shards: for whole arrays JAX would run a program of all processes, in which these
+    # would meet on the engine's thread, in no order with the programs of the stage.
+    shards = [_shards(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
+    places = [
+        [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in own]
+        for own, sharding in zip(shards, shardings, strict=True)
+    ]
+    copies = jax.device_put([[*own.values()] for own in shards], places)
+    return [
+        jax.make_array_from_single_device_arrays(array.shape, sharding, own)
+        for array, sharding, own in zip(arrays, shardings, copies, strict=True)
+    ]
+
+
+def _shards(array: Any, sharding: "Sharding") -> "dict[jax.Device, Any]":
+    """Returns the shard of each device of this process; an input may be a NumPy array, of which each process has
+    all."""
+    import jax
+
+    if isinstance(array, jax.Array):
+        return {shard.device: shard.data for shard in array.addressable_shards}
+    return {device: array[place] for device, place in sharding.addressable_devices_indices_map(array.shape).items()}
 
 
 _stash_to_host = _StashToHost()

@@ -16,6 +16,7 @@ from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.microbatch_programs import LEAN_FORWARD
+from rrfp_jax.programs.shapes import num_bytes
 from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
@@ -43,13 +44,14 @@ class _StageBytes(NamedTuple):
 
 
 def held_by(stash: Any) -> _StageBytes:
-    """Returns the bytes of the arrays of a stash; a NumPy array is a view of memory of a device."""
+    """Returns the bytes of the arrays of a stash, on one of the devices that hold them, or in the host memory of one; a
+    NumPy array is a view of memory of a device."""
     on_device = on_host = 0
     for leaf in jax.tree.leaves(stash):
         if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind in _HOST_KINDS:
-            on_host += leaf.nbytes
+            on_host += num_bytes(leaf)
         else:
-            on_device += leaf.nbytes
+            on_device += num_bytes(leaf)
     return _StageBytes(on_device, on_host)
 
 

@@ -1,12 +1,14 @@
 """Every interleaving of small pipelines with operations: engines beside compute, and memory that they take and free."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from random import Random
 
 import pytest
 
-from rrfp_jax.core import HINTS, Agreement, StepRules
+from rrfp_jax.core import HINTS, Agreement, GroupProtocol, StageArbiter, StepRules, group_arbiter
+from rrfp_jax.core.groups import FollowingMember, LeadingMember, ProposingMember
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement
 from rrfp_jax.runtime.operations import offload as moving
 from rrfp_jax.schedules import (
@@ -29,7 +31,7 @@ from rrfp_jax.schedules import (
 from tests.checking.guided import random_rows
 from tests.checking.operated import ONE, TWO, by_hint, by_row, offload, recompute, strictly, with_ops
 from tests.checking.test_reductions import check_same
-from tests.model_checker import Explorer, Setting, explore
+from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.operations import Operations
 
 LANES = pytest.mark.parametrize("lanes", [TWO, ONE], ids=["two engines", "one engine"])
@@ -270,10 +272,116 @@ def test_replicas():
     explore(by_row(*drawn(graph, placement, 1), rules=StepRules(agreement=Agreement.LOSS)))
 
 
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
 def test_a_group_runs_operations_of_its_compute_lane():
     graph, placement, rows = table("1f1b", 2, 2, recompute())
     for collective in (True, False):
         explore(by_row(graph, placement, rows, groups=(2, 1), collective=collective))
+
+
+GROUPS = pytest.mark.parametrize("groups", [(2, 1), (1, 2)], ids=str)
+COPIED = frozenset({(0, 1), (1, 0)})
+"""One of the two microbatches on each stage."""
+
+
+@LANES
+@GROUPS
+def test_a_group_copies_beside_its_tasks(groups, lanes):
+    """A copy ends on each member by itself, also where tasks are collectives."""
+    given = table("1f1b", 2, 2, offload(COPIED, lanes=lanes))
+    explore(strictly(*given, groups=groups))
+    explore(by_row(*given, groups=groups, collective=False))
+    explore(by_row(*given, groups=groups, extra=1))
+
+
+@pytest.mark.slow
+@LANES
+@GROUPS
+def test_a_group_copies_along_any_row(groups, lanes):
+    for number, pairs in enumerate([None, frozenset({(0, 0), (0, 1), (1, 2)})]):
+        graph = with_ops(chain(2, 2 + number), offload(pairs, lanes=lanes, lead=number))
+        for seed, way in product(range(2), WAYS):
+            given = drawn(graph, linear(2), seed)
+            explore(way(*given, extra=seed, groups=groups, collective=number > 0 or way is strictly))
+
+
+@pytest.mark.slow
+@LANES
+@GROUPS
+def test_a_group_copies_whatever_else_a_step_may_have(groups, lanes):
+    given, more = table("1f1b", 2, 2, offload(COPIED, lanes=lanes)), {"groups": groups}
+    for way in WAYS:
+        explore(way(*given, decides_early=True, **more))
+        explore(way(*given, absences=((), absences({(0, 0), (1, 0)})), **more))
+        explore(way(*given, rules=StepRules(ordered=True), **more))
+    for name, window in product(("bf", "f-priority"), (1, 2)):
+        graph = with_ops(chain(2, 2), offload(lanes=lanes, part=0.5))
+        explore(by_hint(graph, linear(2), name, window=window, decides_early=window == 1, **more))
+    for op in ONCE:
+        if op.lane != "compute":
+            explore(by_row(*table("1f1b", 2, 1, (op, *offload(lanes=lanes))), rules=StepRules(), **more))
+
+
+@pytest.mark.slow
+@LANES
+def test_larger_groups_copy(lanes):
+    given = table("1f1b", 2, 2, offload(COPIED, lanes=lanes))
+    for groups, degree in product([(3, 1), (1, 3)], (1, 2)):
+        explore(by_row(*given, groups=groups, make_member=partial(group_arbiter, degree=degree), foresight=False))
+    explore(strictly(*given, groups=(2, 2)))
+
+
+class OnlyComputes(LeadingMember):
+    """Tells nothing of engines."""
+
+    _start_beside = StageArbiter._start_beside
+
+
+class CopiesByItself(FollowingMember):
+    """Hands its engines what may start, as a stage of one process does."""
+
+    _start_beside = StageArbiter._start_beside
+
+    def _dispatch(self, out):
+        self._dispatch_beside(self._engines, out)
+        super()._dispatch(out)
+
+
+class ProposesBesideCopies(ProposingMember):
+    """Hands its engines what may start, and proposes what else may."""
+
+    def _dispatch(self, out):
+        if self._engines is not None:
+            self._dispatch_beside(self._engines, out)
+        super()._dispatch(out)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "what"),
+    [
+        (GroupProtocol.LEADER, "deadlock: member 0 of stage 0, member 1 of stage 0"),
+        (GroupProtocol.PROPOSE, "member 0 of stage 0 runs 0F2 and holds 3 activations of 2"),
+    ],
+)
+def test_members_whose_engines_choose_by_themselves_fail(protocol, what):
+    """On a follower microbatch 0 comes back into the slot in which the leader has started 0F2: the leader's engine was
+    busy. What would free the slot comes behind 0F2 in the leader's order. Or it comes back into the slot for which a
+    member has proposed 0F2."""
+
+    def make(_, setup, *place):
+        if protocol is GroupProtocol.PROPOSE:
+            return ProposesBesideCopies(setup, *place)
+        return (CopiesByItself if place[0] else OnlyComputes)(setup, *place)
+
+    graph = with_ops(chain(2, 3), offload(frozenset({(0, 0), (0, 1)}), lanes=ONE, lead=0))
+    row = tuple(map(Task.parse, ["0F1", "0F0", "0O1", "0O0", "0L1", "0B1", "0F2", "0L0", "0B0", "0B2"]))
+    other = tuple(map(Task.parse, ["1F1", "1B1", "1F0", "1B0", "1F2", "1B2"]))
+    sound = by_row(graph, linear(2), (row, other), groups=(2, 1), foresight=False)
+    with pytest.raises(CheckError, match=what):
+        explore(replace(sound, make_member=make, protocol=protocol))
+    explore(sound)
 
 
 # -- what is explored --------------------------------------------------------------------------------------------------

@@ -93,8 +93,14 @@ def random_setting(random, *, most_stages=4, most_microbatches=8, most_chunks=3)
     return replace(setting, footprints=tuple(units + extra for units in setting.footprints), foresight=foresight)
 
 
-def check(random, **sizes):
+def check(random, *, in_groups=False, **sizes):
     setting = random_setting(random, **sizes)
+    if in_groups:
+        groups = tuple(random.choice((1, 2, 2, 3)) for _ in range(setting.num_stages))
+        setting = replace(setting, groups=groups, collective=random.random() < 0.7)
+        if setting.graph.num_replicas > 1:
+            # A member behind the others may run R behind a backward that is about to end, as the others' word is here.
+            setting = replace(setting, decides_early=False)
     report = random_walk(setting, random.randrange)
     steps = [setting.graph_of_step(number) for number in range(setting.num_steps)]
     assert report.num_tasks >= sum(len(list(graph.tasks())) for graph in steps)
@@ -114,9 +120,16 @@ def test_large_random_pipelines(seed):
     check(Random(seed))
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**64))
+@settings(max_examples=4)
+def test_random_groups(seed):
+    check(Random(seed), in_groups=True, most_stages=3, most_microbatches=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_groups", [False, True], ids=["stages", "groups"])
+@given(seed=st.integers(0, 2**64))
 @settings(max_examples=3000)
 @pytest.mark.timeout(1800)
-def test_very_many_random_pipelines(seed):
-    check(Random(seed))
+def test_very_many_random_pipelines(in_groups, seed):
+    check(Random(seed), in_groups=in_groups)

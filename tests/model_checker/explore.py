@@ -16,8 +16,8 @@ all runs.
 Proved for a setting, if :func:`explore` returns: no run gets stuck before every stage has ended every step; and what
 :mod:`tests.model_checker.judge` watches holds throughout (each task once, dependencies, accumulation order, window,
 messages sent once and complete, strict rows, no idling with work at hand, footprint, announcements, holds), as do the
-arbiter's own invariants; and all members of a group launch the same sequence of tasks. Where a group's tasks are
-collectives (``Setting.collective``), a task ends on no member before all have started it.
+arbiter's own invariants; and all members of a group launch the same sequence of tasks on the compute lane. Where a
+group's tasks are collectives (``Setting.collective``), one of that lane ends on no member before all have started it.
 
 Why free choice covers foresight
 --------------------------------

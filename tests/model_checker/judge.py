@@ -9,7 +9,7 @@ contract:
   Messages, the step's end and the tasks of engines
   beside compute wait for real ends;
 * an engine beside compute runs two tasks at once, or one although another one that stands before it in the table's row
-  is ready and admissible;
+  is ready and admissible, except on a member of a group, as it may not be so on the others;
 * the stage holds more microbatches than its window, or more than its capacity where these have weights, counted from
   the tasks that started and finished;
 * a chunk that runs F only has produced more than its bound of what its readers have not taken;
@@ -209,7 +209,8 @@ class StageJudge:
         if self.awaits_inputs:
             contract = self.contracts[step]
             return contract.needs[contract.place[task]].packets
-        if not self.is_collective:
+        contract = self.contracts[step]
+        if not self.is_collective or not contract.compute >> contract.place[task] & 1:
             return 0
         return sum(self.packets.bit(self.place, Joined(step, m, task)) for m in self.members)
 
@@ -257,7 +258,7 @@ class StageJudge:
             raise Violation(f"{self.name} runs {task}, and {untaken} outputs of {bound.limit} have not been taken")
         if self.row is not None and contract.compute >> place & 1:
             self._check_row(contract, account, task)
-        return self._launch(account, instruction) if self.others else account
+        return self._launch(account, instruction) if self.others and contract.compute >> place & 1 else account
 
     def _may_await(self, contract: Contract, account: Account, place: int) -> bool:
         """Whether a task may be handed over before its inputs: it is the next entry, and these are promised."""
@@ -287,7 +288,7 @@ class StageJudge:
             (other,) = places_of(running)
             raise Violation(f"{self.name} runs {contract.tasks[place]} on {lane} beside {contract.tasks[other]}")
         first = self.guidance.first_of_engine(account, self.admission.startable(contract, account, of_lane))
-        if first not in (None, place) and contract.tasks[place].microbatch >= 0:
+        if not self.others and first not in (None, place) and contract.tasks[place].microbatch >= 0:
             raise Violation(f"{self.name} runs {contract.tasks[place]} on {lane} before {contract.tasks[first]}")
         return account._replace(started=account.started | 1 << place)
 

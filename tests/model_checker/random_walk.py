@@ -197,7 +197,7 @@ class _Walk:
         if self.setting.awaits_inputs and self.setting.graph.lane(instruction.task.kind) == COMPUTE:
             self.queued[place].append(instruction)
             self._begin_queued()
-        elif not self.setting.collective:
+        elif not self.setting.collective or self.setting.graph.lane(instruction.task.kind) != COMPUTE:
             self._schedule_end(place, instruction)
         elif self.joined[stage, instruction] == len(group):
             for member in group:

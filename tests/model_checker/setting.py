@@ -86,7 +86,8 @@ class Setting:
     protocol: GroupProtocol = GroupProtocol.LEADER
     """How the members of each group agree."""
     collective: bool = True
-    """Whether a task of a group ends on no member before all have started it, as where it communicates."""
+    """Whether a task of a group ends on no member before all have started it, as where it communicates; one of an
+    engine beside compute ends on each member by itself."""
     make_member: Callable[..., StageArbiter] = group_arbiter
     """What makes the members of groups; tests of the checks put here what makes broken ones."""
     owners: tuple[StepOwners | None, ...] = ()

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,10 +199,14 @@ def test_a_rank_that_finds_another_text_under_the_same_path(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_of_a_stage_that_spans_several(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "changes"),
+    [(signal.SIGKILL, {}), (signal.SIGSTOP, {}), (signal.SIGKILL, {"schedule": "gpipe", "offload": 2})],
+    ids=["killed", "stopped", "killed amid copies"],
+)
+def test_a_rank_of_a_stage_that_spans_several(number: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Its partner waits for it inside a collective, which fails or hangs."""
-    config = training_config(tmp_path, mesh={"tensor": 2}, steps=100_000, silence_deadline_s=SILENCE_S)
+    config = training_config(tmp_path, mesh={"tensor": 2}, steps=100_000, silence_deadline_s=SILENCE_S, **changes)
     arguments = ("--processes", 4, "--", "faulty", "none", 0, "train", "--config", config)
     with launched(*arguments, "--run-dir", tmp_path / "run", **QUICK_TO_COMPILE) as launcher:
         code, ended_s = signalled(launcher, 1, number, 4)

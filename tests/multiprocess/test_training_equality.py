@@ -225,6 +225,14 @@ VOCABULARY = [
 FORESIGHT = {"deterministic": True, "schedule": "zb-h1"}
 
 
+OFFLOADED = [
+    Case(name=f"{name} {slots}", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, transport=way, options=options)
+    for name, consume, way, most in (("gpipe", "ready", "sockets", 3), ("1f1b", "strict", "transfer", 1))
+    for slots in (0, most)
+    for options in [{"schedule": name, "consume": consume, "offload": slots, "deterministic": True}]
+]
+
+
 def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
     """Bit for bit, though this process has other devices and runs in another order."""
     options = case.options | {"hint": "fb", "data": case.data, "schedule": None}
@@ -403,3 +411,13 @@ def test_every_number_of_processes_computes_the_same_bits(tmp_path: Path) -> Non
     results = train_together(cases, tmp_path)
     for case in cases:
         same_as_one_process(case, results[case.name])
+
+
+@pytest.mark.slow
+def test_a_group_moves_activations_to_the_host_and_back(tmp_path: Path) -> None:
+    """Each process its own shards, beside the tasks that it runs together with the others; no bit changes."""
+    results = train_together(OFFLOADED, tmp_path)
+    for plain, moved in zip(OFFLOADED[::2], OFFLOADED[1::2], strict=True):
+        assert results[moved.name][0] == results[plain.name][0]
+        jax.tree.map(np.testing.assert_array_equal, results[moved.name][1], results[plain.name][1])
+        assert_same_training(*results[moved.name], *train_reference(moved))

@@ -96,6 +96,12 @@ def _train(case: Case, place: Membership, *, num_devices: int, together: bool) -
             for batch, one in zip(batches, results, strict=True):
                 _check_skipped(batch, one.result().timeline, case.data)
         pieces = [_pieces(held.params) for _, held in pipeline.chunk_states(state)]
+        if case.options.get("offload"):
+            assert all(map(replays_as_recorded, pipeline.runtime.logs().values()))
+            if not process.rank:
+                result, forecast = metrics.result(), pipeline.forecast[0]
+                assert 0 < result.peak_host_bytes[0] <= forecast.host_peak
+                assert result.peak_memory_bytes[0] <= forecast.peak
         if case.delay_ms:
             _check_announcements(pipeline, process, metrics.result().sums.looking_ahead)
     process.finish()
@@ -111,11 +117,14 @@ def _check_skipped(batch: Any, timeline: Any, num_replicas: int) -> None:
 
 
 def _options(case: Case) -> dict[str, Any]:
+    from rrfp_jax.runtime.operations import device_slots, offload
     from rrfp_jax.testing import DelayedStage
 
     options = dict(case.options)
     if name := options.get("schedule"):
-        options["schedule"] = _table(case, name)
+        options["schedule"] = table = _table(case, name)
+        if slots := options.pop("offload", 0):
+            options |= {"schedule": offload(table, slots, copy_ms=0.01), "window": device_slots(table, slots)}
     if case.delay_ms:
         options["wrap_stage"] = lambda stage: DelayedStage(stage, lambda *_: case.delay_ms / 1e3)
     return options

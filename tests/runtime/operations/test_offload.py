@@ -325,8 +325,15 @@ def test_a_backend_without_pinned_memory_is_refused_before_work_starts(
         base.reordered(Ordering(schedule=schedule))
 
 
-def test_a_stage_that_spans_processes_is_refused_before_work_starts() -> None:
-    process: Any = SimpleNamespace(units=(0,), layout=Layout(num_stages=1, tensor=2, num_ranks=2))
+def test_what_groups_cannot_run_beside_compute_is_refused_before_work_starts() -> None:
+    process: Any = SimpleNamespace(
+        units=(0,), layout=Layout(num_stages=1, tensor=2, num_ranks=2), devices_of=lambda _: jax.devices()
+    )
     graph = offload(table("gpipe", p=1), 3, copy_ms=0.01).graph
-    with pytest.raises(ValueError, match="operation O runs beside compute, and stage 0 spans 2 processes"):
-        check_operations(graph, process)
+    check_operations(graph, process, "leader")
+    where = "operation O runs beside compute on stage 0, which spans 2 processes"
+    with pytest.raises(ValueError, match=rf"{where}: let their leader choose \(group_protocol leader\)"):
+        check_operations(graph, process, "propose")
+    own = replace(graph, ops=tuple(replace(op, run=lambda context: None) for op in graph.ops))
+    with pytest.raises(ValueError, match=f"{where}, where copies to the host and back alone can: give it the lane"):
+        check_operations(own, process, "leader")

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from rrfp_jax.core import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, GroupProtocol, Ordering, StepRules
 from rrfp_jax.schedules import (
     Edge,
     Op,
@@ -149,12 +149,14 @@ def test_the_peak_counts_operations():
     assert offloaded(3).peak_activations()[0] == 2
 
 
-def test_a_group_refuses_an_engine_beside_compute():
+def test_a_group_without_a_leader_refuses_an_engine_beside_compute():
     table = offloaded(1, p=2, m=2)
     order = Ordering(schedule=table, window=2).resolve(table.placement, chain(2, 2))
     assert order.footprints == (2, 2)
-    with pytest.raises(ValueError, match="runs beside compute, and stage 0 spans 2 processes"):
-        order.arbiters(RULES, members={0: (0, 2)})
+    assert len(order.arbiters(RULES, members={0: (0, 2)})) == 1
+    for protocol in (GroupProtocol.PROPOSE, GroupProtocol.OFF):
+        with pytest.raises(ValueError, match="operation O runs beside compute on stage 0, which spans 2 processes"):
+            order.arbiters(RULES, members={0: (0, 2)}, protocol=protocol)
 
 
 def test_a_hint_that_would_drop_a_tables_operations_is_refused():
