@@ -43,6 +43,7 @@ from rrfp_jax.programs.batches import (
     num_microbatches,
 )
 from rrfp_jax.programs.chunk import (
+    ADAPTERS,
     Chunk,
     check_chunks,
     check_seed,
@@ -56,6 +57,7 @@ from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import as_held, fitted_placement, model_graph, with_passes
 from rrfp_jax.programs.optimizers import (
+    averaging,
     check_elementwise,
     check_leafwise,
     delayed,
@@ -80,6 +82,7 @@ from rrfp_jax.runtime.steps import Hold
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement
 
 _MAX_STEPS_ENQUEUED = 2
+_SPARSE = "replicas that average a share of their parameters"
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,8 @@ class Pipeline:
                 raise ValueError("a delay changes what is learnt: give it as updates=UpdateRules(delay=1)")
             ordering = replace(ordering, delay=updates.delay)
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
-        if updates.delay:
-            self._check_delay()
-            self.optimizer = delayed(self.optimizer, self._undelayed_layers() if updates.delay == BY_STAGE else ())
+        if updates.delay or (updates.sparse is not None and trains):
+            self._wrap_optimizer(updates)
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options
         graph = with_passes(
@@ -173,6 +175,8 @@ class Pipeline:
         self.process = _fitted_process(process, self.placement, updates)
         """This process's part in the run."""
         self.layout = self.process.layout
+        if updates.sparse is not None:
+            self._check_sparse()
         check_operations(self._graph, self.process, options.group_protocol)
         if options.pieces is not None and updates.delay:
             raise ValueError("stages on which steps overlap hardly idle: leave out options.pieces, or the delay")
@@ -227,12 +231,35 @@ class Pipeline:
         twin._model = self._model
         return twin
 
-    def _check_delay(self) -> None:
+    def _wrap_optimizer(self, updates: UpdateRules) -> None:
+        """Has the optimizer's state hold older parameters, or averages under way; raises ValueError where it cannot."""
+        who = _SPARSE if updates.sparse is not None else "steps that overlap (delay 1)"
         params = next(filter(jax.tree.leaves, map(trained_specs, self.chunks)), {})
         if isinstance(jax.eval_shape(self.optimizer.init, spec_of(params)), AveragedState):
-            raise ValueError("steps that overlap (delay 1) keep no averages: leave average_decay or the delay out")
+            raise ValueError(f"{who} keep no averages of their own: leave average_decay out")
         if isinstance(self.optimizer, OptimizerOnHost):
-            raise ValueError("steps that overlap (delay 1) need their state on the devices: leave on_host or delay out")
+            raise ValueError(f"{who} need their state on the devices: leave on_host out")
+        if updates.sparse is not None:
+            self.optimizer = averaging(self.optimizer, updates.sparse)
+        else:
+            self.optimizer = delayed(self.optimizer, self._undelayed_layers() if updates.delay == BY_STAGE else ())
+
+    def _check_sparse(self) -> None:
+        """Lets no replica stand for another that is lost; raises ValueError where they cannot have parameters of their
+        own."""
+        if self.layout.data == 1 or self.layout.absent:
+            raise ValueError(
+                f"{_SPARSE} are equally many on all stages, and 2 or more: give such replicas, or reduce auto"
+            )
+        if self.options.other_owners:
+            raise ValueError(f"{_SPARSE} run their own microbatches: leave other_owners out")
+        layers = [name for chunk in self.chunks for name in param_specs(chunk)]
+        sharing = [list(filter(self._graph.updates, group)) for group in self._graph.shared]  # passes are one
+        if any(len(chunks) > 1 for chunks in sharing):
+            raise ValueError(f"{_SPARSE} share no layers between chunks: untie them, or put them into one chunk")
+        if found := next((n for n in layers if n.startswith(ADAPTERS) or shard_named(n) is not None), None):
+            raise ValueError(f"{_SPARSE} have whole layers and no adapters, unlike {found}: give reduce auto")
+        self.process.may_recover = False
 
     def _undelayed_layers(self) -> set[str]:
         """Returns the layers of the last stage, where that takes its gradients at the newest parameters."""
@@ -269,11 +296,13 @@ class Pipeline:
         """Returns the parameters by layer name, on their stages' devices; waits for the steps enqueued.
 
         They are those of the whole model, or of the stages that this process hosts where there are several processes;
-        a layer of which these hold a part has only that.
+        a layer of which these hold a part has only that. Of replicas with parameters of their own
+        (:class:`.SparseAveraging`) they are those of the first.
         The arrays are in use: copy them before the next ``step``, which takes them over.
         """
         held = self._held(state).chunks
-        return whole_layers(model_params(held[chunk].params for chunk in sorted(held)))
+        first = {self._model.copies.base(number): held[number] for number in sorted(held, reverse=True)}
+        return whole_layers(model_params(first[chunk].params for chunk in sorted(first)))
 
     def chunk_states(self, state: PipelineState, *, once: bool = False) -> list[tuple[int, ChunkState]]:
         """Returns the state of every chunk that this process hosts, copies of replicas included, each with the chunk's
@@ -285,7 +314,8 @@ class Pipeline:
         return self._model.by_chunk(self._held(state), once=once)
 
     def differing_copies(self, state: PipelineState) -> str | None:
-        """Returns the first array of which replicas hold different bits, in words; None if all copies agree.
+        """Returns the first array of which replicas hold different bits, in words; None if all copies agree. Replicas
+        with parameters of their own are no copies.
 
         All processes call this method, and get the same; it waits for the steps enqueued. A difference means that a
         device has computed wrongly.
@@ -547,6 +577,8 @@ class Pipeline:
             raise ValueError("the pipeline was made to evaluate alone, with trains=False: it has nothing to verify")
         if self.updates.delay:
             raise ValueError("steps that overlap (delay 1) cannot be verified: leave verifications or the delay out")
+        if self.updates.sparse is not None:
+            raise ValueError(f"{_SPARSE} differ, so that none verifies another: leave verifications out")
         if self._graph.passes and not self.updates.deterministic:
             raise ValueError(
                 "passes of one chunk, such as slices of a sequence, add up their gradients in any order, so that bits "

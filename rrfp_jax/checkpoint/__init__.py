@@ -15,6 +15,7 @@ from rrfp_jax.checkpoint._part_writer import LayerWriter as LayerWriter
 from rrfp_jax.checkpoint._part_writer import Owner as Owner
 from rrfp_jax.checkpoint._part_writer import ReadLater as ReadLater
 from rrfp_jax.checkpoint._part_writer import layer_owners as layer_owners
+from rrfp_jax.checkpoint._reader import APART as APART
 from rrfp_jax.checkpoint._reader import BASE as BASE
 from rrfp_jax.checkpoint._reader import StoredStep as StoredStep
 from rrfp_jax.checkpoint._reader import base_of as base_of

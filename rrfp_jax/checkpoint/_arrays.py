@@ -3,7 +3,8 @@
 A name is a tuple of texts, the layer first, then the path of the array inside it: ``("layers.0", "params", "attention",
 "query")``. Stages, ranks and layouts are no part of it, so a checkpoint fits every cut of the model. Where a chunk
 holds a part of a layer, the name of the part comes first in memory, and the layer's own in files. Shards of a layer
-keep their names in files too, and are joined when these are read.
+keep their names in files too, and are joined when these are read. Where replicas have parameters of their own, the
+layers of all but the first have the replica behind a sign: ``layers.0@1``.
 
 Pieces are copied to host memory before they are written: the next update may then take over an array's buffers.
 """
@@ -29,6 +30,12 @@ _Item = TypeVar("_Item")
 def leaf_name(path: Iterable[Any]) -> ArrayName:
     """Returns the name of a leaf from its path in a pytree."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def layer_of_replica(layer: str, replica: int) -> str:
+    """Returns the name of a layer, or of a part of one, of which each replica has its own."""
+    whole = whole_name(layer)
+    return f"{whole}@{replica}{layer[len(whole) :]}" if replica else layer
 
 
 def stored_name(name: ArrayName) -> ArrayName:

@@ -21,6 +21,7 @@ from rrfp_jax.checkpoint._arrays import (
     PARAMS,
     ArrayName,
     is_random_key,
+    layer_of_replica,
     leaf_name,
     named_leaves,
     sharded_zeros,
@@ -45,25 +46,33 @@ class ChunkLayers:
         optimizer: the optimizer that the chunk's update runs.
         trains: False for a chunk none of whose layers train; it has no optimizer state.
         num_shares: into how many shares of whole arrays the state is cut, of which the states at hand may lack some.
+        replica: the replica of which these are the layers, where each has its own.
 
     Raises ValueError for an optimizer whose state for several layers is not made of its states for each of them.
     """
 
     def __init__(
-        self, chunk: Chunk, optimizer: optax.GradientTransformation, *, trains: bool = True, num_shares: int = 1
+        self,
+        chunk: Chunk,
+        optimizer: optax.GradientTransformation,
+        *,
+        trains: bool = True,
+        num_shares: int = 1,
+        replica: int = 0,
     ) -> None:
         specs = param_specs(chunk)
-        self.names = tuple(specs)
+        self._named = {layer: layer_of_replica(layer, replica) for layer in specs}
+        self.names = tuple(self._named.values())
         """The chunk's layers, frozen ones included, and its parts of layers."""
         optimizer = of_whole_layers(optimizer)
         parts = state_parts(chunk, trained_specs(chunk), optimizer, num_shares) if trains else ()
-        self._plans = tuple(_plan_part(optimizer, part.pick(specs)) for part in parts)
+        self._plans = tuple(_plan_part(optimizer, part.pick(specs), self._named) for part in parts)
 
     def split(self, state: ChunkState) -> dict[ArrayName, Any]:
         """Returns every array (or spec) of parameters and optimizer state by name; nothing is copied."""
         leaves = {
-            (layer, PARAMS, *name): leaf
-            for layer in self.names
+            (named, PARAMS, *name): leaf
+            for layer, named in self._named.items()
             for name, leaf in named_leaves(state.params[layer]).items()
         }
         for plan, part in zip(self._plans, state.optimizer_state, strict=True):
@@ -78,8 +87,8 @@ class ChunkLayers:
         ValueError if layers disagree on an array that they have in common, such as the number of updates.
         """
         params = {}
-        for layer in self.names:
-            names = [(layer, PARAMS, *name) for name in named_leaves(target.params[layer])]
+        for layer, named in self._named.items():
+            names = [(named, PARAMS, *name) for name in named_leaves(target.params[layer])]
             params[layer] = jax.tree.unflatten(
                 jax.tree.structure(target.params[layer]), [leaves[name] for name in names]
             )
@@ -99,9 +108,11 @@ class ChunkLayers:
         return ChunkState(params, optimizer_state, jax.tree.map(sharded_zeros, target.accumulators))
 
 
-def _plan_part(optimizer: optax.GradientTransformation, params: Mapping[str, Specs]) -> _PartPlan:
+def _plan_part(
+    optimizer: optax.GradientTransformation, params: Mapping[str, Specs], named: Mapping[str, str]
+) -> _PartPlan:
     """Returns the names of every array of the optimizer's state for these layers, found by paths that are the same in
-    the state for one layer alone."""
+    the state for one layer alone. ``named`` has the name of each layer in these."""
 
     def state_by_path(params: dict[str, Specs]) -> dict[tuple[Any, ...], Any]:
         return dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)))
@@ -121,7 +132,7 @@ def _plan_part(optimizer: optax.GradientTransformation, params: Mapping[str, Spe
             raise ValueError(
                 f"the optimizer's state {jax.tree_util.keystr(path)} belongs to no single layer: {_REMEDY}"
             )
-        plan.append(tuple((layer, OPTIMIZER, *leaf_name(path)) for layer in own))
+        plan.append(tuple((named[layer], OPTIMIZER, *leaf_name(path)) for layer in own))
     missing = {path for alone in layers.values() for path in alone} - whole.keys()
     if missing:
         raise ValueError(

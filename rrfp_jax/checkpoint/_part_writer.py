@@ -29,7 +29,15 @@ import tensorstore as ts
 from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import future, type_handlers
 
-from rrfp_jax.checkpoint._arrays import PARAMS, ArrayName, HostArray, nested, size_batches, stored_name
+from rrfp_jax.checkpoint._arrays import (
+    PARAMS,
+    ArrayName,
+    HostArray,
+    layer_of_replica,
+    nested,
+    size_batches,
+    stored_name,
+)
 from rrfp_jax.checkpoint._records import Commit, PartRecord, step_directory, sum_tree, sync_directory
 from rrfp_jax.layout import Layout
 from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
@@ -75,6 +83,7 @@ def layer_owners(
     *,
     shard_optimizer: bool = False,
     whole_arrays: bool = False,
+    by_replica: bool = False,
     living: Collection[int] | None = None,
 ) -> dict[str, Owner]:
     """Returns the owner of every layer, in the model's order, known without a look at any array.
@@ -89,6 +98,7 @@ def layer_owners(
         devices: devices by global number.
         shard_optimizer: whether replicas share out the optimizer state.
         whole_arrays: whether each of them has whole arrays of it then.
+        by_replica: whether each replica has layers of its own, with an owner each.
         living: the ranks that live; None: all.
     """
     owners: dict[str, Owner] = {}
@@ -96,12 +106,14 @@ def layer_owners(
         every = [unit for unit in layout.units_of_stage(stage) if unit not in layout.absent]
         units = [each for each in every if living is None or {*layout.ranks_of(each)} <= {*living}]
         ranks = sorted({rank for unit in units for rank in layout.ranks_of(unit)})
-        owner = Owner(
-            ranks=tuple(ranks) if shard_optimizer else layout.ranks_of(units[0]),
-            device=devices[layout.devices_of(units[0])[0]],
-            apart=shard_optimizer and whole_arrays,
-        )
-        owners |= {layer: owner for layer in layers if layer not in owners}
+        for replica, unit in enumerate(units if by_replica else units[:1]):
+            owner = Owner(
+                ranks=tuple(ranks) if shard_optimizer else layout.ranks_of(unit),
+                device=devices[layout.devices_of(unit)[0]],
+                apart=shard_optimizer and whole_arrays,
+            )
+            names = [layer_of_replica(layer, replica) for layer in layers]
+            owners |= {layer: owner for layer in names if layer not in owners}
     return owners
 
 

@@ -25,6 +25,7 @@ from rrfp_jax.checkpoint._arrays import (
     PARAMS,
     ArrayName,
     is_random_key,
+    layer_of_replica,
     nested,
     sharded_zeros,
     shown_name,
@@ -41,12 +42,16 @@ from rrfp_jax.checkpoint._records import (
     step_directory,
 )
 from rrfp_jax.programs.chunk import ADAPTERS, LayerShard, shard_named, whole_name
+from rrfp_jax.programs.shapes import accumulator_spec
 from rrfp_jax.storage import BucketPath, located, temporary_folder
 
 AVERAGE = "parameter_average"
 """The third text of the name of a parameter's average: the field of the optimizer's state that has it."""
 BASE = "base of adapters"
 """The key of a step's plain data that names the step with the layers that it lacks: folder, number and digest."""
+APART = "replicas apart"
+"""The key of a step's plain data that tells how replicas with parameters of their own average them, and how many there
+are."""
 LACKS_BASE = "it holds adapters alone"
 """Words of every message about a step whose base is not there as it was."""
 _BATCH_BYTES = 16 << 20
@@ -215,7 +220,8 @@ def read_arrays(
 
 
 def read_weights(stored: StoredStep, specs: Mapping[ArrayName, Any]) -> dict[ArrayName, jax.Array]:
-    """Returns parameters for all uses but going on: their averages, where the step has these, else as they were.
+    """Returns parameters for all uses but going on: their averages, where the step has these, else as they were, or
+    their means over replicas that have their own.
 
     The shapes and dtypes are those of ``specs``. Raises Unusable as :func:`read_arrays` does.
     """
@@ -223,7 +229,16 @@ def read_weights(stored: StoredStep, specs: Mapping[ArrayName, Any]) -> dict[Arr
     averages = {name: (name[0], OPTIMIZER, AVERAGE, whole_name(name[0]), *name[2:]) for name in specs}
     sources = {name: average if whole_array(average) in saved else name for name, average in averages.items()}
     found = read_arrays(stored, {sources[name]: spec for name, spec in specs.items()}, as_stored=False)
-    return {name: found[source] for name, source in sources.items()}
+    weights = {name: found[source] for name, source in sources.items()}
+    num_replicas = stored.host.get(APART, {}).get("replicas", 1)
+    if num_replicas > 1:
+        sums = {name: array.astype(accumulator_spec(specs[name]).dtype) for name, array in weights.items()}
+        for replica in range(1, num_replicas):
+            own = {name: (layer_of_replica(name[0], replica), *name[1:]) for name in specs}
+            found = read_arrays(stored, {own[name]: spec for name, spec in specs.items()}, as_stored=False)
+            sums = {name: total + found[own[name]].astype(total.dtype) for name, total in sums.items()}
+        weights = {name: (total / num_replicas).astype(specs[name].dtype) for name, total in sums.items()}
+    return weights
 
 
 class _Piece(NamedTuple):
@@ -372,10 +387,11 @@ def read_layer_params(stored: StoredStep, layer: str) -> dict[tuple[str, ...], n
 def stored_param_specs(stored: StoredStep) -> dict[ArrayName, Any]:
     """Returns the parameters of a step by name, as specs on JAX's first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    is_apart = APART in stored.host
     return {
         name: jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype), sharding=sharding)
         for name, saved in _saved_arrays(stored).items()
-        if name[1] == PARAMS
+        if name[1] == PARAMS and not (is_apart and "@" in name[0])
     }
 
 

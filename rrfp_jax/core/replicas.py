@@ -15,13 +15,15 @@ keys and its weight follow from its number and the step's, so owners change noth
 *unit*, one replica of one stage, is lost, it owns nothing and takes no part in sums, reports and updates either.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rrfp_jax.field_rules import check_types
 from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, ScheduleTable, Task, absences
 
 Owners = tuple[tuple[int, ...], ...]
@@ -55,6 +57,55 @@ class ReduceWay(StrEnum):
     """By messages: each replica adds up pieces, over the same connections as activations, while backwards still run."""
     COLLECTIVE = "collective"
     """By a collective of JAX over the devices of all replicas."""
+
+
+_LEAST_SHARE = 1e-4
+"""Arrays are filled up to a multiple of the number of parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAveraging:
+    """Replicas that update themselves from their own gradients, and average a share of their parameters in each step.
+
+    The elements of each array are cut into parts at random, once and for all. Step ``t`` averages part ``t`` modulo
+    their number over the replicas, as the elements are when the step begins. Its update, or that of step ``t + tau``,
+    adds the average less the replica's own elements of then, before the optimizer; also where the step is left out.
+    Whatever ``tau`` is, the averages of a step come in that step. Raises ValueError on values that cannot be meant.
+    """
+
+    share: float
+    """The share of the elements that each step averages, 0.0001 to 1."""
+    tau: int = 0
+    """The number of updates by which an average is late."""
+    seed: int = 0
+    """The number that decides the parts."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not _LEAST_SHARE <= self.share <= 1:
+            raise ValueError(f"share is {self.share}: give a number from {_LEAST_SHARE} to 1, such as 0.05")
+        if self.tau < 0:
+            raise ValueError(f"tau is {self.tau}: give 0 or more steps")
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of each array."""
+        return math.ceil(1 / self.share - 1e-9)  # A share of 1 / 49 makes 49 parts, whatever its last bit.
+
+
+def reduce_way(given: Any) -> ReduceWay | SparseAveraging:
+    """Returns how replicas work together, given a word or a mapping; raises ValueError for others."""
+    if isinstance(given, SparseAveraging):
+        return given
+    if isinstance(given, Mapping):
+        names = [field.name for field in fields(SparseAveraging)]
+        if "share" not in given or (unknown := [name for name in given if name not in names]):
+            wrong = "lacks share" if "share" not in given else f"has {unknown[0]}"
+            raise ValueError(f"reduce {wrong}: give {', '.join(names)}, as in {{share: 0.05, tau: 3}}")
+        return SparseAveraging(**given)
+    if given not in tuple(ReduceWay):
+        raise ValueError(f"reduce is {given!r}: give {', '.join(ReduceWay)}, or a mapping {{share: 0.05, tau: 3}}")
+    return ReduceWay(given)
 
 
 @dataclass(frozen=True, kw_only=True)

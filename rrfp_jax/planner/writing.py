@@ -81,7 +81,7 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
     optimizer = replace(config.optimizer, shard=config.optimizer.shard and shape.data > 1 and not shape.replicas)
     changed: dict[str, Any] = {"pipeline": named, "optimizer": optimizer, "data": data}
     if choice.devices:
-        changed["run"] = replace(config.run, devices=_devices(choice, by_replica=named.reduce == ReduceWay.MESSAGES))
+        changed["run"] = replace(config.run, devices=_devices(choice, by_replica=named.by_messages))
     text = replace(config, **changed).as_yaml()
     with replacing(path) as temporary:
         temporary.write_text(f"{_head(ranked)}{text}", encoding="utf-8")

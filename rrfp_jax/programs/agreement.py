@@ -30,8 +30,9 @@ class StageReport:
 
     squared_norms: tuple[tuple[int, float], ...] = ()
     """Tuples (chunk, sum of its squared gradients) as ``reduce`` returns the sum, with the chunk's number within its
-    replica, one for each piece where replicas add up pieces: the owner of shared parameters counts them. A negative
-    sign, of a zero too, says that the chunk's next update cannot be finite."""
+    replica (among all replicas where each takes its own gradients), one for each piece where replicas add up pieces:
+    the owner of shared parameters counts them. A negative sign, of a zero too, says that the chunk's next update cannot
+    be finite."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """Tuples (microbatch, chunk, loss sum, weight), one for every loss that was computed here."""
     named_sums: tuple[tuple[int, int, str, float], ...] = ()
@@ -79,7 +80,8 @@ class Verdict:
     loss: float
     """The summed loss over the total weight."""
     grad_norm: float
-    """Global norm of the gradient of the mean loss, before clipping; never negative."""
+    """Global norm of the gradient of the mean loss, before clipping; never negative. Where replicas take their own
+    gradients, the root mean square of their norms."""
     scale: float
     """Factor that turns the accumulated gradients into the ones to apply: clip factor over total weight."""
     finite: bool
@@ -93,6 +95,8 @@ class Verdict:
     """Whether a process has asked to end the run; all see it in the same verdict, and so stop after the same step."""
     save: bool = False
     """Whether it is time to save the state."""
+    scales: Sequence[float] = field(default=(), hash=False)
+    """The factor of each replica in place of ``scale``, where replicas take their own gradients."""
     means: dict[str, float] = field(default_factory=dict, hash=False)
     """Every named sum over the total weight, by name."""
 
@@ -148,6 +152,7 @@ def agree(
     skip_nonfinite: bool = True,
     stop: bool = False,
     save: bool = False,
+    num_replicas: int | None = None,
 ) -> Verdict:
     """Combines the reports of all stages, given in any order, some or all of them as plain data.
 
@@ -155,6 +160,10 @@ def agree(
     finite is left out, and so is one without any weight, or with a microbatch of negative weight; without it the update
     happens regardless. A step whose norm is above ``largest_norm`` is left out as a spike. ``stop`` and ``save`` are
     passed on to all.
+
+    ``num_replicas`` is the number of replicas that take their own gradients, None elsewhere. All of them divide by the
+    mean of their weights, so that the mean of their gradients is that of the mean loss. Each is clipped by its own
+    norm. All leave a step out in which the loss or the gradients of one are not finite.
     """
     check_clip_norm(clip_norm)
     plain = merged(report.as_plain() if isinstance(report, StageReport) else report for report in reports)
@@ -165,9 +174,13 @@ def agree(
     norms = np.frombuffer(plain["squared_norms"], _NORMS)
     # Norms of several pieces of a chunk in an order that no one who reports can change.
     order = np.lexsort((np.abs(norms["value"]), norms["place"]))
-    grad_norm = _divide(math.sqrt(_sum(np.abs(norms["value"]), order)), abs(weight))
-    factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
-    fault = _fault(losses["weight"], weight, loss, grad_norm) or _fault_of_update(norms)
+    values, number = np.abs(norms["value"])[order], num_replicas or 1
+    replicas = norms["place"][order] % number
+    # Squared norms are of sums: over the mean weight they are those of mean gradients.
+    own_norms = [_divide(math.sqrt(_sum(values[replicas == r])) * number, abs(weight)) for r in range(number)]
+    grad_norm = own_norms[0] if number == 1 else math.sqrt(sum(norm * norm for norm in own_norms) / number)
+    factors = [1.0 if clip_norm is None or norm < clip_norm else clip_norm / norm for norm in own_norms]
+    fault = _fault(losses["weight"], weight, loss, grad_norm) or _fault_of_update(norms, number)
     spike = None
     if fault is None and grad_norm > largest_norm:
         spike = f"the gradient's norm {grad_norm:.4g} is a spike: the last steps' norms allow {largest_norm:.4g}"
@@ -176,7 +189,8 @@ def agree(
         loss_sum=loss_sum,
         loss=loss,
         grad_norm=grad_norm,
-        scale=_divide(factor, weight),
+        scale=_divide(factors[0], weight),
+        scales=() if num_replicas is None else tuple(_divide(factor * number, weight) for factor in factors),
         finite=fault is None,
         apply=(fault is None or not skip_nonfinite) and spike is None,
         fault=fault or spike,
@@ -195,12 +209,13 @@ def _fault(weights: np.ndarray, weight: float, loss: float, grad_norm: float) ->
     return None if math.isfinite(loss) and math.isfinite(grad_norm) else "loss or gradients were not finite"
 
 
-def _fault_of_update(norms: np.ndarray) -> str | None:
+def _fault_of_update(norms: np.ndarray, num_replicas: int) -> str | None:
     # the sign of a NaN says nothing
     spoilt = norms["place"][np.signbit(norms["value"]) & ~np.isnan(norms["value"])]
     if not spoilt.size:
         return None
-    return f"the optimizer's update of chunk {spoilt.min()} cannot be finite: look at its learning rate at this step"
+    chunk = spoilt.min() // num_replicas
+    return f"the optimizer's update of chunk {chunk} cannot be finite: look at its learning rate at this step"
 
 
 def check_clip_norm(clip_norm: float | None) -> None:

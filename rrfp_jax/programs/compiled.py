@@ -12,7 +12,7 @@ bucket's programs take the values that they were traced with; a value that sever
 computed in the same way, and is then derived once.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -25,6 +25,7 @@ import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
+from rrfp_jax.core.replicas import SparseAveraging
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, WeightResidualBytes, naming_chunk
@@ -37,7 +38,7 @@ from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_b
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
 from rrfp_jax.programs.state import Shares, zeros
 from rrfp_jax.programs.update_functions import AveragedState, OptimizerOnHost
-from rrfp_jax.programs.updates import PieceUpdates, StageUpdates, UnitUpdates
+from rrfp_jax.programs.updates import PieceUpdates, SparseUpdates, StageUpdates, UnitUpdates
 from rrfp_jax.schedules import PipelineGraph
 
 
@@ -163,6 +164,7 @@ class CompiledChunk:
             place of R and, with a sharded optimizer state, of U.
         copies: the replica of this unit, of how many, and whether each adds up in blocks, where they add up gradients
             by messages (:class:`.PieceUpdates`); None elsewhere.
+        sparse: how these replicas average parameters; None: they add up gradients.
         shares: the shares of the optimizer state that this unit holds, where these replicas cut it; None elsewhere.
         store: the programs that are compiled already for chunks of its kind; None: none.
 
@@ -184,6 +186,7 @@ class CompiledChunk:
         seed: int = 0,
         stage: StageUpdates | None = None,
         copies: tuple[int, int, bool] | None = None,
+        sparse: SparseAveraging | None = None,
         shares: Shares | None = None,
         store: ProgramStore | None = None,
     ) -> None:
@@ -204,20 +207,11 @@ class CompiledChunk:
         with naming_chunk(chunks, index):
             self._derived, of_kinds = self._compile_kinds(plans, store)
             options: dict[str, Any] = {"optimizer": optimizer, "sharding": sharding, "store": store}
-            self.updates: UnitUpdates = (
-                UnitUpdates(index, holding, graph, stage=stage, **options)
-                if copies is None
-                else PieceUpdates(
-                    index,
-                    holding,
-                    graph,
-                    replica=copies[0],
-                    num_replicas=copies[1],
-                    in_blocks=copies[2],
-                    shares=shares,
-                    **options,
-                )
-            )
+            make: Callable[..., UnitUpdates] = partial(UnitUpdates, stage=stage)
+            if copies is not None:
+                options |= {"replica": copies[0], "num_replicas": copies[1], "in_blocks": copies[2], "shares": shares}
+                make = PieceUpdates if sparse is None else partial(SparseUpdates, sparse=sparse)
+            self.updates = make(index, holding, graph, **options)
             """R and U of the unit."""
         self.passes = dict[int, CompiledChunk]()
         """The programs of the other chunks that run with these parameters, by number."""

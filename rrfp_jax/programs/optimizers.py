@@ -33,8 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rrfp_jax.core.replicas import SparseAveraging
 from rrfp_jax.programs.chunk import parts_of, whole_layers
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr, scan_shape
+from rrfp_jax.programs.pieces import part_specs
 from rrfp_jax.programs.sameness import Same, identity, parameter_identity
 from rrfp_jax.programs.shapes import Specs, pick, spec_of, spec_text
 
@@ -106,6 +108,33 @@ def delayed(optimizer: optax.GradientTransformation, undelayed: Collection[str] 
             return optimizer.update(gradients, state, params)
         updates, inner = optimizer.update(gradients, state.inner, params)
         return updates, DelayedState(inner, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+class AveragingState(NamedTuple):
+    """The state of an optimizer whose replicas average parameters late."""
+
+    inner: Any
+    """State of the optimizer itself."""
+    late: Any
+    """Differences that later updates will add, the next one's first: for each parameter an array [tau, elements]."""
+
+
+def averaging(optimizer: optax.GradientTransformation, sparse: SparseAveraging) -> optax.GradientTransformation:
+    """Returns the optimizer with a state that also holds the averages under way; the update itself is its own.
+
+    They are part of the state for the reasons of :func:`delayed`.
+    """
+
+    def init(params: Any) -> AveragingState:
+        specs = part_specs(spec_of(params), sparse.num_parts)
+        late = jax.tree.map(lambda spec: jnp.zeros((sparse.tau, *spec.shape), spec.dtype), specs)
+        return AveragingState(optimizer.init(params), late if sparse.tau else ())
+
+    def update(gradients: Any, state: AveragingState, params: Any = None) -> tuple[Any, AveragingState]:
+        updates, inner = optimizer.update(gradients, state.inner, params)
+        return updates, state._replace(inner=inner)
 
     return optax.GradientTransformation(init, update)
 

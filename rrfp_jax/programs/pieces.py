@@ -5,9 +5,16 @@ in flat arrays, each of which is cut into equal parts, the last one filled up wi
 if they have the same dtype and are cut over the same axes of the unit's mesh; each device lays out its own shards, so
 that nothing moves between devices. Shared layers have flat arrays of their own, so that chunks that hold other layers
 beside them cut them alike.
+
+Where replicas average a share of their parameters instead (:class:`rrfp_jax.core.replicas.SparseAveraging`), pieces
+have the elements of one part of each parameter. A parameter in its flat form is a table with as many columns as there
+are parts, the last row filled up. Each row has a random first column, and part ``k`` has of each row the element ``k``
+columns further, around the end. So every element is in one part, a part has at most one of a row, whatever the mesh,
+and nothing is kept to know them.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
-from rrfp_jax.programs.chunk import Chunk, trained_specs
+from rrfp_jax.programs.chunk import Chunk, trained_specs, whole_name
 from rrfp_jax.programs.shapes import Specs, accumulator_spec, pick, spec_of
 from rrfp_jax.programs.shardings import WHOLE, axes_at, axes_of_spec, param_partition, place
 
@@ -82,11 +89,21 @@ class PieceLayout:
     Args:
         axes: the axes of the unit with their sizes; empty for a unit of one device.
         num_pieces: the number of pieces.
+        num_parts: the number of parts of each parameter of which pieces have one, whole on each device; None: pieces
+            have gradients.
 
     ``cut`` and ``join`` are to be traced, on each device of a unit in the manner of ``shard_map``.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], index: int, axes: Mapping[str, int], num_pieces: int) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        index: int,
+        axes: Mapping[str, int],
+        num_pieces: int,
+        *,
+        num_parts: int | None = None,
+    ) -> None:
         params = spec_of(trained_specs(chunks[index]))
         partition = pick(param_partition(chunks, index, axes), params)
         names = tuple(sorted(chunks[index].tied))
@@ -95,6 +112,10 @@ class PieceLayout:
         self._layers = {"": own, **{name: (name,) for name in names}}
         """The layers of each set of flat arrays; the empty name has the chunk's own."""
         sums = accumulator_spec(params)
+        if num_parts is not None:
+            sums, partition = part_specs(sums, num_parts), jax.tree.map(lambda _: WHOLE, sums)
+        self.whole_spec = sums
+        """The shapes of what is cut."""
         self._treedefs: dict[str, Any] = {
             name: jax.tree.structure(pick(sums, layers)) for name, layers in self._layers.items()
         }
@@ -211,3 +232,69 @@ def _spans(start: int, size: int, length: int) -> list[tuple[int, int, int]]:
 def in_rows(array: Any) -> Any:
     """Returns a part of a piece in a shape whose elements are quickly added up."""
     return array.reshape(-1, _ROW) if array.size > _MANY_ROWS * _ROW else array
+
+
+# -- parts of parameters -----------------------------------------------------------------------------------------------
+
+
+def part_specs(params: Specs, num_parts: int) -> Specs:
+    """Returns the shapes of one part of each parameter, in the dtypes of accumulators."""
+    flat = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((-(-leaf.size // num_parts),), leaf.dtype), params)
+    specs: Specs = accumulator_spec(flat)
+    return specs
+
+
+def part_keys(params: Specs, seed: int) -> np.ndarray:
+    """Returns a number for each parameter, by its layer and its path there, which decides its parts."""
+    names = [
+        f"{seed} {whole_name(layer)}{jax.tree_util.keystr(path)}"
+        for layer in sorted(params)
+        for path, _ in jax.tree.leaves_with_path(params[layer])
+    ]
+    return np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
+
+
+def elements_of_part(params: Any, keys: jax.Array, part: jax.Array, num_parts: int) -> Any:
+    """Returns one part of each parameter, with zeros in the place of elements that the last row lacks."""
+
+    def taken(leaf: jax.Array, key: jax.Array) -> jax.Array:
+        columns = _columns(key, -(-leaf.size // num_parts), part, num_parts)
+        found = jnp.take_along_axis(_rows(leaf, num_parts), columns[:, None], axis=1)[:, 0]
+        return found.astype(accumulator_spec(spec_of(leaf)).dtype)
+
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(structure, [taken(leaf, keys[number]) for number, leaf in enumerate(leaves)])
+
+
+def with_added_part(params: Any, differences: Any, keys: jax.Array, part: jax.Array, num_parts: int) -> Any:
+    """Returns the parameters with differences added to one part of each."""
+
+    def added(leaf: jax.Array, difference: jax.Array, key: jax.Array) -> jax.Array:
+        rows = _rows(leaf, num_parts)
+        columns = _columns(key, len(rows), part, num_parts)
+        # A comparison with every column instead of a scatter, which CPUs run element by element.
+        is_taken = columns[:, None] == jnp.arange(num_parts, dtype=columns.dtype)
+        moved = (rows.astype(difference.dtype) + difference[:, None]).astype(leaf.dtype)
+        return jnp.where(is_taken, moved, rows).reshape(-1)[: leaf.size].reshape(leaf.shape)
+
+    leaves, structure = jax.tree.flatten(params)
+    pairs = enumerate(zip(leaves, jax.tree.leaves(differences), strict=True))
+    return jax.tree.unflatten(structure, [added(leaf, difference, keys[n]) for n, (leaf, difference) in pairs])
+
+
+def _rows(leaf: jax.Array, num_parts: int) -> jax.Array:
+    return jnp.pad(leaf.reshape(-1), (0, -leaf.size % num_parts)).reshape(-1, num_parts)
+
+
+def _columns(key: jax.Array, num_rows: int, part: jax.Array, num_parts: int) -> jax.Array:
+    """Returns the column of each row that is in a part.
+
+    The first columns are hashes of the rows' numbers (the last steps of MurmurHash3), and not JAX's random numbers,
+    whose bits go by its configuration: a checkpoint has averages under way.
+    """
+    mixed = jnp.arange(num_rows, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1) ^ key
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ (mixed >> jnp.uint32(shift))) * jnp.uint32(factor)
+    mixed ^= mixed >> jnp.uint32(16)
+    columns = (mixed % jnp.uint32(num_parts) + part.astype(jnp.uint32)) % jnp.uint32(num_parts)
+    return columns.astype(jnp.int32)

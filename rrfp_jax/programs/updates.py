@@ -2,7 +2,8 @@
 
 Without data parallelism :class:`UnitUpdates` runs both. With it, R runs on the whole stage (:class:`StageUpdates`); so
 does U where the replicas share the optimizer state, and else every replica updates itself. Replicas that add up by
-messages run everything on their own units (:class:`PieceUpdates`).
+messages run everything on their own units (:class:`PieceUpdates`), also those that average a share of their parameters
+instead of adding up gradients (:class:`SparseUpdates`).
 
 The programs of a stage run on all its devices. Every process that holds some of them launches each once, with the
 arrays of all its replicas, and all processes launch them in the same order.
@@ -22,9 +23,18 @@ import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
+from rrfp_jax.core.replicas import SparseAveraging
 from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
-from rrfp_jax.programs.pieces import GradientPiece, PieceBytes, PieceLayout, tied_names
+from rrfp_jax.programs.pieces import (
+    GradientPiece,
+    PieceBytes,
+    PieceLayout,
+    elements_of_part,
+    part_keys,
+    tied_names,
+    with_added_part,
+)
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import accumulator_spec, num_bytes, pick, spec_of
 from rrfp_jax.programs.shardings import (
@@ -284,6 +294,7 @@ class PieceUpdates(UnitUpdates):
         replica, num_replicas: the replica of this unit, and of how many.
         in_blocks: whether a replica that runs several blocks of microbatches adds up each by itself.
         shares: the shares of the optimizer state that this unit holds; None: it is not cut.
+        num_parts: see :class:`.PieceLayout`.
     """
 
     def __init__(
@@ -298,10 +309,12 @@ class PieceUpdates(UnitUpdates):
         num_replicas: int,
         in_blocks: bool = False,
         shares: Shares | None = None,
+        num_parts: int | None = None,
         store: ProgramStore | None = None,
     ) -> None:
         self.replica, self._in_blocks = replica, in_blocks
-        self.layout = PieceLayout(chunks, index, axes_of(mesh_of(sharding)), num_replicas)
+        axes = axes_of(mesh_of(sharding))
+        self.layout = PieceLayout(chunks, index, axes, num_replicas, num_parts=num_parts)
         self.shared_with = {other: tied_names(chunks, other, index) for other in graph.sharing(index) if other != index}
         """By chunk of the tie, the shared layers that train and that it has in common with this one."""
         self._names_of_others = tuple(self.shared_with.values())
@@ -320,8 +333,8 @@ class PieceUpdates(UnitUpdates):
         return self._compile("copy", f"update, copy {share}", copy, params, in_shardings=(at,), out_shardings=at)
 
     def _compile_reduce(self) -> None:
-        sums, layout, scalar = accumulator_spec(self._params), self.layout, self._scalar
-        at_params, at = self._at(self._partition), layout.at(scalar)
+        sums, layout = accumulator_spec(self._params), self.layout
+        at_params, at = self._at(self._partition), layout.at(self._scalar)
         of_layers, of_piece = self._partition, layout.partition
         on_each = partial(jax.shard_map, mesh=self._mesh, check_vma=False) if self._mesh is not None else _as_it_is
         all_pieces = (layout.spec,) * layout.num_pieces
@@ -341,6 +354,11 @@ class PieceUpdates(UnitUpdates):
             in_shardings=((at,) * layout.num_pieces,),
             out_shardings=at_params,
         )
+        self._add = self._compile_add("reduce")
+
+    def _compile_add(self, called: str) -> FlatProgram:
+        layout, scalar = self.layout, self._scalar
+        at = layout.at(scalar)
         add_up = sum_function(self._tie, layout, self.replica, self._mesh, self._names_of_others)
 
         def add(own: Any, rest: Any, lives: Any, scalars: Any) -> tuple[GradientPiece, Any]:
@@ -353,9 +371,9 @@ class PieceUpdates(UnitUpdates):
         def rest_of(piece: GradientPiece) -> Any:
             return piece.shared, with_tied(piece)[1], (with_tied(piece),) * (layout.num_pieces - 1)
 
-        self._reduce = self._compile(
+        return self._compile(
             "reduce",
-            "reduce",
+            called,
             add,
             *(layout.spec.own, rest_of(layout.spec)),
             *(jax.ShapeDtypeStruct((layout.num_pieces, len(self._tie.sharing)), np.bool_), self._scalars),
@@ -368,7 +386,7 @@ class PieceUpdates(UnitUpdates):
         spec, num_pieces = spread(self.layout.spec, self.layout.at(self._scalar)), self.layout.num_pieces
         piece, shared = num_bytes(spec), num_bytes(spec.shared)
         tied = sum(num_bytes(pick(spec.shared, names)) for names in self._names_of_others)
-        filling = num_pieces * piece - num_bytes(spread(accumulator_spec(self._params), self._at(self._partition)))
+        filling = num_pieces * piece - self._bytes_before_cut()
         # Where replicas are lost, each of the rest adds up more pieces, of fewer others.
         others = max(
             -(-num_pieces // living) * ((living - 1) * piece + living * tied) for living in range(1, num_pieces + 1)
@@ -382,6 +400,10 @@ class PieceUpdates(UnitUpdates):
             lasting=others + filling + sent,
             made={"cut": num_pieces * piece, "join": num_pieces * piece, "reduce": shared},
         )
+
+    def _bytes_before_cut(self) -> int:
+        """Returns the bytes of accumulators, whose place the pieces take."""
+        return num_bytes(spread(accumulator_spec(self._params), self._at(self._partition)))
 
     def cut(self, accumulators: Any) -> tuple[GradientPiece, ...]:
         """Returns the accumulators, cut into as many pieces as there are replicas. Consumes nothing."""
@@ -413,8 +435,7 @@ class PieceUpdates(UnitUpdates):
             )
 
         others = tuple((terms.get((r, self.index), zeros), tied(r)) for r in replicas if r != self.replica)
-        assert self._reduce is not None
-        result: tuple[GradientPiece, Any] = self._reduce(
+        result: tuple[GradientPiece, Any] = self._add(
             mine.own,
             (mine.shared, tied(self.replica), others),
             np.array([[(replica, chunk) in terms for chunk in self._tie.sharing] for replica in replicas]),
@@ -438,6 +459,107 @@ class PieceUpdates(UnitUpdates):
 
 def _as_it_is(function: Any, **_: Any) -> Any:
     return function
+
+
+class SparseUpdates(PieceUpdates):
+    """R and U of one chunk on its own unit, for replicas that average a share of their parameters by messages.
+
+    ``reduce`` takes the norm of this replica's own gradients, as where there is one replica. ``choose`` cuts one part
+    of the parameters into pieces, ``add`` adds up one piece, and ``mix`` changes the parameters by the averages.
+
+    Args:
+        sparse: the share, and how late averages are.
+    """
+
+    def __init__(self, *args: Any, sparse: SparseAveraging, **options: Any) -> None:
+        self._sparse = sparse
+        super().__init__(*args, num_parts=sparse.num_parts, **options)
+
+    def _compile_reduce(self) -> None:
+        UnitUpdates._compile_reduce(self)
+        self._add = self._compile_add("reduce, add")
+        layout, num_parts, tau = self.layout, self._sparse.num_parts, self._sparse.tau
+        at_params, at = self._at(self._partition), layout.at(self._scalar)
+        self._keys = part_keys(self._params, self._sparse.seed)
+        which = spec_of(self._keys), jax.ShapeDtypeStruct((), np.uint32)
+
+        def choose(params: Any, which: tuple[jax.Array, jax.Array]) -> Any:
+            chosen = elements_of_part(params, *which, num_parts)
+            return layout.cut(chosen), chosen
+
+        def mix(params: Any, late: Any, pieces: Any, before: Any, which: tuple[jax.Array, jax.Array]) -> Any:
+            keys, part = which
+
+            def difference(total: jax.Array, own: jax.Array) -> jax.Array:
+                return total / layout.num_pieces - own
+
+            found = jax.tree.map(difference, layout.join(pieces), before)
+            if not tau:
+                return with_added_part(params, found, keys, part, num_parts), late
+            waiting = {name: layer for of_part in late for name, layer in of_part.items()}
+            due = jax.tree.map(lambda each: each[0], waiting)
+            added = jax.tree.map(lambda each, new: jnp.concatenate([each[1:], new[None]]), waiting, found)
+            # The differences that are due were taken of the part of tau steps ago.
+            then = (part + jnp.uint32(-tau % num_parts)) % jnp.uint32(num_parts)
+            moved = with_added_part(params, due, keys, then, num_parts)
+            return moved, tuple(pick(added, of_part) for of_part in late)
+
+        scalar, late = self._scalar, tuple(state.late for state in self.all_state_specs)
+        self._choose = self._compile(
+            "cut",
+            "cut",
+            choose,
+            *(self._params, which),
+            in_shardings=(at_params, scalar),
+            out_shardings=((at,) * layout.num_pieces, scalar),
+        )
+        self._mix = self._compile(
+            "join",
+            "join",
+            mix,
+            *(self._params, spec_of(late), (layout.spec,) * layout.num_pieces, layout.whole_spec, which),
+            in_shardings=(at_params, shardings_of(late), (at,) * layout.num_pieces, scalar, scalar),
+            out_shardings=(at_params, shardings_of(late)),
+            donate=(0, 1),
+        )
+
+    def _bytes_before_cut(self) -> int:
+        return -self.chosen_bytes  # Accumulators stay, and so do the elements beside their pieces.
+
+    @property
+    def chosen_bytes(self) -> int:
+        """Bytes of the elements of one part."""
+        at = jax.tree.map(lambda _: self._scalar, self.layout.whole_spec)
+        return num_bytes(spread(self.layout.whole_spec, at)) if self.trains else 0
+
+    def reduce(
+        self, accumulators: Any, shared: tuple[Any, ...] = (), optimizer_state: tuple[Any, ...] | None = None
+    ) -> tuple[Any, Any]:
+        return UnitUpdates.reduce(self, accumulators, shared, optimizer_state)
+
+    def choose(self, params: Params, step: int) -> tuple[tuple[GradientPiece, ...], Any]:
+        """Returns the pieces of the part that a step averages, and the elements themselves. Consumes nothing."""
+        if not self.trains:
+            return (GradientPiece((), {}),) * self.layout.num_pieces, {}
+        result: tuple[tuple[GradientPiece, ...], Any] = self._choose(pick(params, self._params), self._part(step))
+        return result
+
+    def mix(
+        self, params: Params, states: tuple[Any, ...], pieces: Sequence[GradientPiece], before: Any, step: int
+    ) -> tuple[Params, tuple[Any, ...]]:
+        """Returns parameters and optimizer state with the averages that a step's update adds.
+
+        ``pieces`` are the sums of all pieces of the step, in order, and ``before`` the elements that :meth:`choose`
+        returned. Consumes parameters that train, and optimizer state.
+        """
+        if not self.trains:
+            return params, states
+        late = tuple(state.late for state in states)
+        changed, late = self._mix(pick(params, self._params), late, tuple(pieces), before, self._part(step))
+        return {**params, **changed}, tuple(s._replace(late=each) for s, each in zip(states, late, strict=True))
+
+    def _part(self, step: int) -> tuple[Any, Any]:
+        return self._keys, np.uint32(step % self._sparse.num_parts)
 
 
 class Reduced(NamedTuple):

@@ -279,7 +279,8 @@ def _sums(model: HostedModel, state: HostedState) -> dict[str, _Sums]:
     for number, held in state.chunks.items():
         base, replica = model.copies.base(number), model.copies.replica(number)
         stage, chunk = model.placement.stage_of_chunk[base], model.chunks[base]
-        has_copies = layout.data > 1 or len(layout.ranks_of_stage(stage)) > 1
+        # Replicas with parameters of their own add up by messages, so that each unit lies in one process.
+        has_copies = model.updates.sparse is None and (layout.data > 1 or len(layout.ranks_of_stage(stage)) > 1)
         tied = {name for name in chunk.shared if len(holders(model.chunks, name)) > 1}
         parts: list[_Part] = []
         for name, layer in held.params.items():

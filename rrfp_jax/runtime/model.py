@@ -404,6 +404,7 @@ class HostedModel:
                         copies=(replica, self.process.layout.data, self.updates.deterministic)
                         if self._by_messages
                         else None,
+                        sparse=self.updates.sparse,
                         shares=self._shares(replica),
                         store=self._store,
                     )
@@ -511,6 +512,7 @@ class HostedModel:
             if self.num_shares > 1:  # For each part a program clears its sums, and for each share one copies it.
                 num_programs += (len(parts) + len({part.share for part in parts})) * num_units
             num_programs += 3 * num_units if self._by_messages else 1
+            num_programs += num_units if self.updates.sparse is not None else 0
         return num_programs
 
     def _compile_updates(self, base: int, graph: PipelineGraph) -> StageUpdates | None:
@@ -592,7 +594,9 @@ class HostedModel:
         layout, at_ends = None, []
         for end in (message.source, message.target):
             boundary = self._boundary(end)
-            layout = PieceLayout(self.holding, bases[0], axes_of(mesh_of(boundary)), self.process.layout.data)
+            axes, sparse = axes_of(mesh_of(boundary)), self.updates.sparse
+            num_parts = None if sparse is None else sparse.num_parts
+            layout = PieceLayout(self.holding, bases[0], axes, self.process.layout.data, num_parts=num_parts)
             at_ends.append(layout.at(boundary))
         assert layout is not None
         carried: list[Any] = [layout.spec, *at_ends]

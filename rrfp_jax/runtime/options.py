@@ -1,13 +1,13 @@
 """A user's options about updates and about running: two records, each checked once."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.core import Agreement, GroupProtocol, StepRules, check_delay
 from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
-from rrfp_jax.core.replicas import ReduceWay
+from rrfp_jax.core.replicas import ReduceWay, SparseAveraging, reduce_way
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.readable import parse_bytes
@@ -36,9 +36,10 @@ class UpdateRules:
     machine's own sums are not reproducible."""
     shard_optimizer: bool = False
     """Divide the optimizer state among the replicas (ZeRO-1)."""
-    reduce: ReduceWay | str = ReduceWay.AUTO
+    reduce: ReduceWay | str | SparseAveraging | Mapping[str, Any] = ReduceWay.AUTO
     """The way in which replicas add up their gradients: ``auto``, ``messages`` or ``collective``. With ``messages``
-    each unit must lie in one process; a sharded optimizer state is cut by whole arrays, and two replicas hold each."""
+    each unit must lie in one process; a sharded optimizer state is cut by whole arrays, and two replicas hold each.
+    Or how replicas average their parameters instead, by messages too (:class:`.SparseAveraging`)."""
 
     delay: int | str = 0
     """With 1, a step takes its gradients at the parameters before the last update, so that the tasks of the next step
@@ -49,6 +50,14 @@ class UpdateRules:
         check_types(self)
         check_clip_norm(self.clip_norm)
         check_delay(self.delay)
+        object.__setattr__(self, "reduce", reduce_way(self.reduce))
+        refused = {"shard_optimizer": self.shard_optimizer, "spike_deviations": self.spike_deviations is not None}
+        refused["a delay"] = bool(self.delay)
+        for words, is_given in refused.items() if self.sparse is not None else ():
+            if is_given:
+                raise ValueError(
+                    f"replicas that average a share of their parameters do not go with {words}: leave it out"
+                )
         if self.delay and (self.shard_optimizer or self.reduce == ReduceWay.MESSAGES):
             raise ValueError(
                 f"steps that overlap (delay {self.delay}) share no optimizer state and do not add up by messages: "
@@ -60,12 +69,15 @@ class UpdateRules:
             raise ValueError("steps that overlap (delay 1) are not judged: leave spike_deviations or the delay out")
         if self.spike_window < 2:
             raise ValueError(f"spike_window is {self.spike_window}: give 2 or more norms")
-        if self.reduce not in tuple(ReduceWay):
-            raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
+
+    @property
+    def sparse(self) -> SparseAveraging | None:
+        """How replicas average their parameters; None: they add up gradients, and stay equal."""
+        return self.reduce if isinstance(self.reduce, SparseAveraging) else None
 
     def by_messages(self, num_replicas: int) -> bool:
-        """Returns whether so many replicas add up by messages."""
-        return num_replicas > 1 and self.reduce == ReduceWay.MESSAGES
+        """Returns whether so many replicas add up, or average, by messages."""
+        return num_replicas > 1 and (self.reduce == ReduceWay.MESSAGES or self.sparse is not None)
 
     def num_shares(self, num_replicas: int) -> int:
         """Returns into how many shares replicas that add up by messages cut the optimizer state; 1: it is whole.

@@ -142,6 +142,8 @@ class Process:
             self.peers.gather = self.gather_alone  # type: ignore[method-assign, assignment]
         self._by_transfer = frozenset[int]()
         """Ranks to which arrays go by transfer."""
+        self.may_recover = True
+        """Whether replicas are copies of each other, so that the others of one that is lost have its state."""
         self.recovery: RecoveringRuntime | None = None
         """Goes on where ranks are lost; None: the run ends with the first of them."""
         if devices is not None:
@@ -172,9 +174,9 @@ class Process:
 
     @property
     def recovers(self) -> bool:
-        """Whether a pipeline goes on without ranks that are lost: each has a JAX of its own, and stages have
+        """Whether a pipeline goes on without ranks that are lost: each has a JAX of its own, and stages have equal
         replicas."""
-        return self.layout.data > 1 and self.cluster is not None and not self.cluster.together
+        return self.may_recover and self.layout.data > 1 and self.cluster is not None and not self.cluster.together
 
     @property
     def comes_back(self) -> bool:

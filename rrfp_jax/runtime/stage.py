@@ -37,7 +37,7 @@ from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, SendArray
 from rrfp_jax.runtime.operations import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
-from rrfp_jax.runtime.stage_reduction import PieceExchange, StageReplicas
+from rrfp_jax.runtime.stage_reduction import PieceExchange, SparseExchange, StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import IN_PARTS, is_on_host
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
@@ -160,7 +160,7 @@ class ProgramStage:
         self.shares_updates = step_rules.shares
         """Whether replicas send each other shares of the parameters."""
         if step_rules.by_messages:
-            self._exchange = PieceExchange(
+            self._exchange = (PieceExchange if update_rules.sparse is None else SparseExchange)(
                 self._programs,
                 states,
                 graph=graph,
@@ -216,7 +216,7 @@ class ProgramStage:
         self._steps[step] = state
         self._mailbox.begin(step)
         if self._exchange is not None:
-            self._exchange.begin(step, graph)
+            self._exchange.begin(step, graph, step if batch.step is None else batch.step)
         if self._leaves_ahead is None:
             return
         for chunk, compiled in self._programs.items():
@@ -345,6 +345,7 @@ class ProgramStage:
                 skip_nonfinite=rules.skip_nonfinite,
                 stop=stop,
                 save=save,
+                num_replicas=None if rules.sparse is None else self._copies.num_replicas,
             )
             if state.batch.verifies:
                 state.verdict = replace(state.verdict, apply=False)
@@ -627,7 +628,8 @@ class ProgramStage:
         if self._exchange is not None:
             norms, posts = self._exchange.reduce(step, chunk)
             _start_copies(norms)
-            found = [(self._copies.base(chunk), norm) for norm in norms]
+            place = self._copies.base(chunk) if self._update_rules.sparse is None else chunk
+            found = [(place, norm) for norm in norms]
             awaited = norms, [value for _, value in posts]
             return _Enqueued(awaited, posts, record=partial(state.squared_norms.extend, found))
         shared: tuple[Any, ...] = ()
@@ -662,8 +664,9 @@ class ProgramStage:
         if self._replicas is not None and self._replicas.shares_optimizer(base):
             held.params = self._replicas.update(step, base, self._replica, held.params, verdict)
         else:
+            scale = verdict.scales[self._replica] if verdict.scales else verdict.scale
             held.params, held.optimizer_state, sums = programs.updates.update(
-                held.params, held.optimizer_state, self._sums(step, chunk), verdict.scale, verdict.apply
+                held.params, held.optimizer_state, self._sums(step, chunk), scale, verdict.apply
             )
             self._keep_sums(step, chunk, sums)
             if (version := self._versions.get(chunk)) is not None:

@@ -21,7 +21,7 @@ since a task of its failed, the barrier is broken, and all leave with that error
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -37,7 +37,7 @@ from rrfp_jax.programs.pieces import GradientPiece
 from rrfp_jax.programs.shapes import num_bytes, pick
 from rrfp_jax.programs.shardings import HOST_MEMORY
 from rrfp_jax.programs.state import ChunkState, share_of
-from rrfp_jax.programs.updates import PieceUpdates, StageUpdates
+from rrfp_jax.programs.updates import PieceUpdates, SparseUpdates, StageUpdates
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.stage_memory import CUT, JOIN, MemoryMeter
 from rrfp_jax.schedules import PipelineGraph
@@ -68,6 +68,10 @@ class _Exchange:
     """Whether the meter has counted the cut."""
     sums: dict[int, GradientPiece] = field(default_factory=dict)
     """The pieces that it has added up."""
+    step: int = 0
+    """The number of the step among those that train."""
+    before: Any = None
+    """The elements that a step averages, as they were when it began."""
 
 
 class PieceExchange:
@@ -107,9 +111,10 @@ class PieceExchange:
             more = num_bytes(_on_devices(states[chunk].optimizer_state)) - programs[chunk].sizes.optimizer_bytes
             meter.count(0, max(0, more), 0)
 
-    def begin(self, step: int, graph: PipelineGraph) -> None:
-        """Takes a step with this graph, which lacks the pairs that the step lacks."""
-        self._steps[step] = {chunk: self._exchange(chunk, graph) for chunk in self._updates}
+    def begin(self, step: int, graph: PipelineGraph, trained: int) -> None:
+        """Takes a step with this graph, which lacks the pairs that the step lacks, and its number among those that
+        train."""
+        self._steps[step] = {chunk: replace(self._exchange(chunk, graph), step=trained) for chunk in self._updates}
 
     def _exchange(self, chunk: int, graph: PipelineGraph) -> _Exchange:
         pieces = pieces_of_chunks(filter(graph.updates, graph.sharing(chunk)), self._copies.num_replicas)
@@ -206,13 +211,17 @@ class PieceExchange:
     def join(self, step: int, chunk: int) -> None:
         """Makes a chunk's accumulators of the sums of all its pieces."""
         exchange, held = self._steps[step][chunk], self._states[chunk]
-        pieces = dict(exchange.sums)
+        held.accumulators = self._updates[chunk].join(self._take_sums(step, chunk))
+        self._count(JOIN, chunk, self._programs[chunk].sizes.accumulators_bytes - self._own_bytes(exchange, chunk))
+
+    def _take_sums(self, step: int, chunk: int) -> list[GradientPiece]:
+        """Returns the sums of all pieces, in order."""
+        exchange = self._steps[step][chunk]
+        pieces, exchange.sums = exchange.sums, {}
         for copy in self._copies_of(chunk, exchange):
             for number in exchange.pieces[copy]:
                 pieces[number] = self._mailbox.take(step, Message(MessageKind.SUM, copy, chunk, number))
-        held.accumulators = self._updates[chunk].join([pieces[number] for number in sorted(pieces)])
-        exchange.sums.clear()
-        self._count(JOIN, chunk, self._programs[chunk].sizes.accumulators_bytes - self._own_bytes(exchange, chunk))
+        return [pieces[number] for number in sorted(pieces)]
 
     def share_posts(self, graph: PipelineGraph, chunk: int) -> Posts:
         """Returns the shares of a chunk's parameters that others get from here, behind its update."""
@@ -289,6 +298,53 @@ class PieceExchange:
 
     def _count(self, program: str, chunk: int, taken: int) -> None:
         self._meter.count(self._programs[chunk].sizes.temporaries.get(program, 0), taken, self._mailbox.held_bytes)
+
+
+class SparseExchange(PieceExchange):
+    """The pieces of one stage's chunks whose replicas average a share of their parameters, and update themselves from
+    their own gradients (:class:`rrfp_jax.core.replicas.SparseAveraging`).
+
+    Pieces have elements of the parameters as the step began, since U, which changes them, waits for R. They are cut
+    where others cut gradients, so that messages and their order are the same. Accumulators stay as they are.
+    """
+
+    def cut(self, step: int, chunk: int) -> Posts:
+        with self._lock:
+            exchange, held, updates = self._steps[step][chunk], self._states[chunk], self._sparse_updates(chunk)
+            if exchange.own is not None:
+                return []
+            pieces, exchange.before = updates.choose(held.params, exchange.step)
+            exchange.own = {(exchange.block, number): pieces[number] for number in exchange.pieces[chunk]}
+            return [
+                (Message(MessageKind.PIECE, chunk, copy, number), pieces[number])
+                for copy in self._copies_of(chunk, exchange)
+                for number in exchange.pieces[copy]
+            ]
+
+    def count_cut(self, step: int, chunk: int) -> None:
+        exchange = self._steps[step].get(chunk)
+        if exchange is not None and exchange.own is not None and not exchange.is_counted:
+            exchange.is_counted = True
+            chosen = self._sparse_updates(chunk).chosen_bytes
+            self._count(CUT, chunk, self._own_bytes(exchange, chunk) + chosen)
+
+    def reduce(self, step: int, chunk: int) -> tuple[list[Any], Posts]:
+        _, posts = super().reduce(step, chunk)
+        held = self._states[chunk]
+        _, norm = self._updates[chunk].reduce(held.accumulators, (), held.optimizer_state)
+        return [norm], posts
+
+    def join(self, step: int, chunk: int) -> None:
+        """Adds the averages that are due to a chunk's parameters."""
+        exchange, held, updates = self._steps[step][chunk], self._states[chunk], self._sparse_updates(chunk)
+        sums, before, exchange.before = self._take_sums(step, chunk), exchange.before, None
+        held.params, held.optimizer_state = updates.mix(held.params, held.optimizer_state, sums, before, exchange.step)
+        self._count(JOIN, chunk, -self._own_bytes(exchange, chunk) - updates.chosen_bytes)
+
+    def _sparse_updates(self, chunk: int) -> SparseUpdates:
+        updates = self._updates[chunk]
+        assert isinstance(updates, SparseUpdates)
+        return updates
 
 
 def _on_devices(states: Any) -> list[Any]:

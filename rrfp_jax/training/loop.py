@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import jax
 
-from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, StoredStep, last_committed, layer_owners
+from rrfp_jax.checkpoint import APART, Checkpoints, ChunkLayers, StoredStep, last_committed, layer_owners
 from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data import BrokenData
 from rrfp_jax.data.dataset import BatchContents, contents_of
@@ -22,6 +22,7 @@ from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.programs.shapes import pick
 from rrfp_jax.programs.shardings import shardings_of
+from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.batches import AgreedBatches, StepOrder
@@ -163,10 +164,14 @@ class RunSaver:
     ) -> None:
         self._pipeline, self._every, self._minutes = pipeline, every, minutes
         process, chunks, stages = pipeline.process, pipeline.holding, pipeline.placement.stage_of_chunk
-        num_shares = pipeline.updates.num_shares(process.layout.data)
+        num_shares, sparse = pipeline.updates.num_shares(process.layout.data), pipeline.updates.sparse
+        self._apart = None if sparse is None else {"replicas": process.layout.data, **asdict(sparse)}
         self._layers = {
-            index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.trains(index), num_shares=num_shares)
+            (index, replica): ChunkLayers(
+                chunk, pipeline.optimizer, trains=pipeline.trains(index), num_shares=num_shares, replica=replica
+            )
             for index, chunk in enumerate(chunks)
+            for replica in {0, *(() if sparse is None else process.replicas_here(stages[index]))}
         }
         self._owners = partial(
             layer_owners,
@@ -176,6 +181,7 @@ class RunSaver:
             process.devices,
             shard_optimizer=num_shares > 1 or pipeline.updates.shards_together(process.layout.data),
             whole_arrays=num_shares > 1,
+            by_replica=sparse is not None,
         )
         self.checkpoints = Checkpoints(
             directory,
@@ -189,14 +195,28 @@ class RunSaver:
         self._last_step: int | None = None
 
     def restore(self, found: StoredStep, *, turn: int | None = None) -> PipelineState:
-        """Returns the pipeline's state as it was saved; raises ValueError if model or optimizer differ.
+        """Returns the pipeline's state as it was saved; raises ValueError if model or optimizer differ, or how replicas
+        average parameters.
 
         ``turn`` is that of :meth:`Pipeline.restore`.
         """
-        targets = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
-        states = self.checkpoints.restore(found, targets)
+        if (was := found.host.get(APART)) != self._apart:
+            told = ["replicas that stay equal" if each is None else f"reduce {each}" for each in (was, self._apart)]
+            raise ValueError(
+                f"{found.path} was saved with {told[0]} and is read with {told[1]}: give the same, or start another "
+                "run from it with init_from"
+            )
+        states = self.checkpoints.restore(found, self._with_layers(self._pipeline.state_specs()))
         self._last_step = found.step
         return self._pipeline.restore(states, found.step, turn=turn, norms=found.host.get(_NORMS, ()))
+
+    def _with_layers(self, states: Iterable[tuple[int, ChunkState]]) -> list[tuple[ChunkLayers, ChunkState]]:
+        """Returns states of chunks, as the pipeline lists them, each with the layers of its replica."""
+        if self._apart is None:
+            return [(self._layers[chunk, 0], state) for chunk, state in states]
+        process, stages = self._pipeline.process, self._pipeline.placement.stage_of_chunk
+        replicas = {chunk: iter(process.replicas_here(stage)) for chunk, stage in enumerate(stages)}
+        return [(self._layers[chunk, next(replicas[chunk])], state) for chunk, state in states]
 
     def last_saved(self) -> StoredStep:
         """Returns the newest committed step; raises ValueError if there is none."""
@@ -211,7 +231,9 @@ class RunSaver:
         Adapters that it lacks begin from ``seed``; None: raises ValueError where there are some.
         """
         chunks = self._pipeline.state_specs()
-        states = self.checkpoints.start_from(checkpoints, [(self._layers[chunk], target) for chunk, target in chunks])
+        states = self.checkpoints.start_from(
+            checkpoints, [(self._layers[chunk, 0], target) for chunk, target in chunks]
+        )
         for (chunk, _), state in zip(chunks, states, strict=True):
             fresh = {name: layer for name, layer in state.params.items() if _is_lacking(layer)}
             if not fresh:
@@ -259,9 +281,10 @@ class RunSaver:
         living = self._pipeline.process.living
         if living != self.checkpoints.living:
             self.checkpoints.follow(living, self._owners(living=living))
-        states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state, once=True)]
-        norms = list(self._pipeline.norms(state))
-        self.checkpoints.save(state.step, states, {**host, _NORMS: norms} if norms else host, keep_also=keep_also)
+        states = self._with_layers(self._pipeline.chunk_states(state, once=True))
+        more = {_NORMS: list(self._pipeline.norms(state)), APART: self._apart}
+        host = {**host, **{name: value for name, value in more.items() if value}}
+        self.checkpoints.save(state.step, states, host, keep_also=keep_also)
         self._last_s, self._last_step = time.monotonic(), state.step
 
     def take_back(self, state: PipelineState) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from rrfp_jax.core import check_delay
-from rrfp_jax.core.replicas import ReduceWay
+from rrfp_jax.core.replicas import ReduceWay, reduce_way
 from rrfp_jax.costs.layer_sizes import remat_rule
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, fill_fields
 from rrfp_jax.layout import TENSOR, checked_axes
@@ -41,10 +41,12 @@ class PipelineConfig:
     replicas: int | tuple[int, ...] = 1
     """Number of replicas of the whole pipeline. Each takes an equal part of the microbatches. Or a number for each
     stage, whose replicas take equal parts; these need ``reduce: messages``."""
-    reduce: str = "auto"
+    reduce: str | dict[str, Any] = "auto"
     """How replicas add up gradients: by ``messages`` while backwards still run, for stages that each lie in one process
     per replica, or by a ``collective``. ``auto`` chooses the collective. With ``messages`` a run goes on without ranks
-    that are lost, as long as a replica of each stage is left."""
+    that are lost, as long as a replica of each stage is left. ``{share: 0.05, tau: 3}`` leaves gradients apart: each
+    step averages that share of the parameters, and a step ``tau`` later takes it over, which changes what is learnt
+    (docs/parallelism.md)."""
     mesh: dict[str, int] | None = None
     """The axes over the devices of a stage with their sizes, innermost first, for example ``{tensor: 2, fsdp: 4}``.
     ``tensor`` shares matrices; ``fsdp`` cuts parameters, gradients, optimizer state and the rows of a microbatch;
@@ -100,8 +102,7 @@ class PipelineConfig:
         check_fields(self, NOT_NEGATIVE, "recompute")
         check_fields(self, _ORDER, "consume")
         check_fields(self, _MEMORY, "memory_limit")
-        if self.reduce not in tuple(ReduceWay):
-            raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
+        reduce_way(self.reduce)  # which refuses what cannot be meant
         for name in self.remats:
             remat_rule(name)
         if not self.remats:
@@ -134,7 +135,7 @@ class PipelineConfig:
             "offload": self.offload is not None,
             "recompute": self.recompute is not None,
             "a window in bytes": isinstance(self.window, str),
-            "reduce messages": self.reduce == ReduceWay.MESSAGES,
+            "reduce messages, or a share": self.by_messages,
         }
         for words, is_given in refused.items() if self.delay else ():
             if is_given:
@@ -163,6 +164,11 @@ class PipelineConfig:
     def most_replicas(self) -> int:
         """The largest number of replicas of any stage."""
         return self.replicas if isinstance(self.replicas, int) else max(self.replicas)
+
+    @property
+    def by_messages(self) -> bool:
+        """Whether replicas add up, or average, by messages."""
+        return self.reduce == ReduceWay.MESSAGES or isinstance(self.reduce, dict)
 
     @property
     def is_auto(self) -> bool:

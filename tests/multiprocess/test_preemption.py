@@ -141,7 +141,7 @@ MESHES: list[tuple[int, dict[str, int]]] = [
     (4, {"tensor": 2, "fsdp": 2}),
     (4, {"fsdp": 4}),
     (4, {"expert": 2, "fsdp": 2}),
-    (4, {"context": 2, "mesh": {"tensor": 2}}),
+    (4, {"context": 2, "tensor": 2}),
     (1, {"fsdp": 4}),
     (4, {"tensor": 2, "fsdp": 2}),
 ]

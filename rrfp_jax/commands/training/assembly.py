@@ -134,7 +134,7 @@ def _enter_run(planned: PlannedRun) -> Process:
         devices=config.run.devices,
         pinned=config.run.deterministic,
         xla_flags=config.run.xla_flags,
-        sums_by_messages=layout.reduce == "messages",
+        sums_by_messages=layout.by_messages,
     )
 
 
@@ -520,7 +520,8 @@ def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRo
         edges=None if cut is None else cut.edges,
         process=process,
         optimizer=optax.identity(),
-        updates=UpdateRules(reduce=config.pipeline.reduce),
+        # Replicas that train apart are evaluated as their mean, which each of them has.
+        updates=UpdateRules(reduce="messages" if config.pipeline.by_messages else config.pipeline.reduce),
         seed=config.run.seed,
         options=_runtime_options(config),
         trains=False,

@@ -139,7 +139,7 @@ class TrainConfig:
         if not self.optimizer.shard:
             return 1
         replicas = self.pipeline.most_replicas
-        return max(1, replicas // 2) if self.pipeline.reduce == ReduceWay.MESSAGES else replicas
+        return max(1, replicas // 2) if self.pipeline.by_messages else replicas
 
     @property
     def data_kind(self) -> str:
