@@ -259,10 +259,12 @@ class PieceThread:
             self._begin.put(True)
         return reason if self._begun_s is None else IdleReason.PIECE
 
-    def close(self) -> None:
-        """Ends the thread, once its piece has ended; a piece that hangs is left behind."""
+    def close(self, timeout_s: float) -> bool:
+        """Ends the thread once its piece has ended; blocks at most so long, and returns whether it has ended."""
         self._is_over = True
         self._begin.put(False)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _give_up(self, why: str) -> None:
         if not self._is_over:
