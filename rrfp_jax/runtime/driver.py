@@ -249,14 +249,14 @@ class PipelineRuntime:
         ended = [thread.join(max(0.0, until_s - time.perf_counter())) for thread in self._threads]
         # A piece that hangs is left behind, but may yet tell its end, for which the serial executor stays.
         pieces = [actor.pieces for actor in self._actors.values() if actor.pieces is not None]
-        is_quiet = all([each.close(max(0.0, until_s - time.perf_counter())) for each in pieces])
+        have_ended = [each.close(max(0.0, until_s - time.perf_counter())) for each in pieces]
         left_loop = threading.Event()
         self._loop.call_soon_threadsafe(self._leave_loop, left_loop)
         wait_for(left_loop, _STOP_TIMEOUT_S)
         if self._own_loop is not None:
             self._own_loop.close()
         self.transport.close()
-        if all(ended) and is_quiet and left_loop.is_set():
+        if all(ended) and all(have_ended) and left_loop.is_set():
             self._serial.close()
             if self._delays is not None:
                 self._delays.close()
