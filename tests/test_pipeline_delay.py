@@ -209,6 +209,19 @@ def test_layers_that_do_not_train_stay_and_evaluations_see_the_newest_parameters
         )
 
 
+def go_on(pipeline: Pipeline, folder: Path, steps: range, found: list[float]) -> Any:
+    """Train from the newest checkpoint, or from the start; adds the losses to ``found``, and returns the parameters."""
+    saver = RunSaver(folder, pipeline, every=3, minutes=None, keep=1)
+    stored = saver.checkpoints.newest()
+    state = pipeline.init(jax.random.key(1)) if stored is None else saver.restore(stored)
+    for number in steps:
+        state, metrics = pipeline.step(state, batches()[number])
+        found.append(metrics.result().loss)
+    saver.save(state, {})
+    saver.checkpoints.close()
+    return jax.tree.map(np.array, pipeline.params(state))
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
     losses, expected, _ = plain("tied")
@@ -218,15 +231,7 @@ def test_a_run_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> No
         (range(3, NUM_STEPS), {"placement": linear(2), "num_chunks": 2, "tensor": 2}),
     ):
         with pipeline_of("tied", **options) as pipeline:
-            saver = RunSaver(tmp_path, pipeline, every=3, minutes=None, keep=1)
-            stored = saver.checkpoints.newest()
-            state = pipeline.init(jax.random.key(1)) if stored is None else saver.restore(stored)
-            for number in steps:
-                state, metrics = pipeline.step(state, batches()[number])
-                found.append(metrics.result().loss)
-            saver.save(state, {})
-            saver.checkpoints.close()
-            params = jax.tree.map(np.array, pipeline.params(state))
+            params = go_on(pipeline, tmp_path, steps, found)
     assert_same_training(found, params, losses, expected)
 
 
@@ -236,17 +241,9 @@ def test_delays_by_stage_go_on_with_the_layers_that_had_them(tmp_path: Path) -> 
     found: list[float] = []
     for steps, options in ((range(3), {}), (range(3, NUM_STEPS), {"tensor": 2})):
         with pipeline_of(delay="by-stage", **options) as pipeline:
-            saver = RunSaver(tmp_path, pipeline, every=3, minutes=None, keep=1)
-            stored = saver.checkpoints.newest()
-            state = pipeline.init(jax.random.key(1)) if stored is None else saver.restore(stored)
+            params = go_on(pipeline, tmp_path, steps, found)
             parts = [each.optimizer_state for _, each in pipeline.state_specs()]
             assert [isinstance(state[0], DelayedState) for state in parts] == [True, True, True, False]
-            for number in steps:
-                state, metrics = pipeline.step(state, batches()[number])
-                found.append(metrics.result().loss)
-            saver.save(state, {})
-            saver.checkpoints.close()
-            params = jax.tree.map(np.array, pipeline.params(state))
     assert_same_training(found, params, losses, expected)
     for others, message in (
         ({"placement": linear(2), "num_chunks": 2, "delay": "by-stage"}, "delay 1 for layers.2 and is read with 0"),

@@ -16,6 +16,7 @@ from rrfp_jax.checkpoint._arrays import ArrayName
 from rrfp_jax.checkpoint._reader import check_files, open_step, read_arrays
 from rrfp_jax.commands.training.config import SECTIONS
 from rrfp_jax.storage import BucketPath
+from tests.multiprocess.launching import Launched
 
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """Variables of a run that is too short for fast programs to pay off."""
@@ -76,6 +77,23 @@ def outcome_of(run: Path, num_steps: int) -> Outcome:
     rows = [row for row in rows if "evaluation" not in row]
     assert [row["step"] for row in rows] == list(range(num_steps))
     return Outcome([row["loss"] for row in rows], restored(run, num_steps))
+
+
+def started(folder: Path, num_processes: int, settings: dict[str, Any], *options: Any, max_restarts: int) -> Launched:
+    """Launches training with these settings and options of the command, in ``run`` of the folder."""
+    folder.mkdir(exist_ok=True)
+    command = ("train", "--config", training_config(folder, **settings), "--run-dir", folder / "run", *options)
+    launcher = ("launch", "--processes", num_processes, "--max-restarts", max_restarts, "--")
+    return Launched(*launcher, *command, module="rrfp_jax.commands.main", **QUICK_TO_COMPILE)
+
+
+def ended(launcher: Launched, folder: Path, num_steps: int) -> Outcome:
+    """Waits for a run that :func:`started` launched to succeed, and returns its outcome."""
+    try:
+        assert launcher.wait(400) == 0, launcher.text
+    finally:
+        launcher.close()
+    return outcome_of(folder / "run", num_steps)
 
 
 def restored(run: Path, step: int) -> dict[ArrayName, np.ndarray]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.launching import Launched, eventually, launched
-from tests.multiprocess.runs import QUICK_TO_COMPILE, Outcome, committed, outcome_of, training_config
+from tests.multiprocess.runs import Outcome, committed, ended, started
 
 STEPS = 24
 SETTINGS: dict[str, Any] = {
@@ -23,29 +23,18 @@ EVALUATED = ("--evaluation.every", 6, "--evaluation.batches", 2)
 
 
 def start(folder: Path, num_processes: int, *, max_restarts: int = 0) -> Launched:
-    folder.mkdir(exist_ok=True)
-    command = ("train", "--config", training_config(folder, **SETTINGS), "--run-dir", folder / "run", *EVALUATED)
-    launcher = ("launch", "--processes", num_processes, "--max-restarts", max_restarts, "--")
-    return Launched(*launcher, *command, module="rrfp_jax.commands.main", **QUICK_TO_COMPILE)
-
-
-def ended(launcher: Launched, folder: Path) -> Outcome:
-    try:
-        assert launcher.wait(400) == 0, launcher.text
-    finally:
-        launcher.close()
-    return outcome_of(folder / "run", STEPS)
+    return started(folder, num_processes, SETTINGS, *EVALUATED, max_restarts=max_restarts)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("alone")
-    return ended(start(folder, 1), folder)
+    return ended(start(folder, 1), folder, STEPS)
 
 
 @pytest.mark.slow
 def test_four_processes_have_the_bits_of_one(alone: Outcome, tmp_path: Path) -> None:
-    ended(start(tmp_path, 4), tmp_path).assert_same(alone)
+    ended(start(tmp_path, 4), tmp_path, STEPS).assert_same(alone)
     assert sum("@1" in name[0] for name in alone.arrays) == len(alone.arrays) / 2  # every replica is saved
 
 
@@ -58,7 +47,7 @@ def test_a_killed_run_goes_on_as_if_unharmed(alone: Outcome, tmp_path: Path, see
     assert eventually(lambda: len(committed(tmp_path / "run")) > chance.randrange(2), 200), launcher.text
     time.sleep(chance.random() * 0.5)
     os.kill(launcher.ranks()[chance.randrange(4)], signal.SIGKILL)
-    ended(launcher, tmp_path).assert_same(alone)
+    ended(launcher, tmp_path, STEPS).assert_same(alone)
 
 
 @pytest.mark.slow
