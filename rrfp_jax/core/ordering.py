@@ -307,6 +307,10 @@ class Ordering:
     """How many updates the weights of a step lack. With 1, the tasks of the next step fill the end of a step
     (:mod:`rrfp_jax.core.overlap`); a table then ranks without footprint and foresight, and the window is its peak. With
     :data:`BY_STAGE` the last stage has none."""
+    pairs: bool = False
+    """Whether a stage runs two tasks that are ready as one program: F of one microbatch and B, I or W of another.
+    Collectives inside one of them hide behind the work of the other, which pays where a stage's tensors are cut over
+    devices."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
     (:func:`rrfp_jax.schedules.table`)."""

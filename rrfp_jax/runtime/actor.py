@@ -20,6 +20,7 @@ from rrfp_jax.core import (
     InputArrived,
     Instruction,
     Message,
+    RunPair,
     RunTask,
     Send,
     StageArbiter,
@@ -162,6 +163,8 @@ class StageActor:
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._hand_over(instruction)
+            elif isinstance(instruction, RunPair):
+                self._submit(instruction)
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
                 # Taken now: the next task, handed over below, may replace it.

@@ -37,6 +37,7 @@ from rrfp_jax.schedules.table import with_operations as with_operations
 from rrfp_jax.schedules.tasks import BUILT_IN as BUILT_IN
 from rrfp_jax.schedules.tasks import BUILT_IN_KINDS as BUILT_IN_KINDS
 from rrfp_jax.schedules.tasks import NO_MICROBATCH as NO_MICROBATCH
+from rrfp_jax.schedules.tasks import Pair as Pair
 from rrfp_jax.schedules.tasks import Placement as Placement
 from rrfp_jax.schedules.tasks import Task as Task
 from rrfp_jax.schedules.tasks import TaskKind as TaskKind

@@ -107,6 +107,16 @@ class Task(NamedTuple):
         return cls(kind, int(chunk), int(microbatch) if microbatch else NO_MICROBATCH)
 
 
+class Pair(NamedTuple):
+    """Two tasks of one stage that run as one program, so that the collectives of each hide behind the other's work."""
+
+    first: Task
+    second: Task
+
+    def __str__(self) -> str:
+        return f"{self.first}+{self.second}"
+
+
 _MOST_TOLD = 8
 
 
