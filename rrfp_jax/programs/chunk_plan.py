@@ -263,10 +263,18 @@ class ChunkPlan:
     @property
     def num_programs(self) -> int:
         """How many programs :class:`rrfp_jax.programs.microbatch_programs.KindPrograms` makes of it."""
+        return len(self.program_names) + self.has_lean_forward
+
+    @property
+    def program_names(self) -> tuple[str, ...]:
+        """The names of these programs, without the lean forward."""
         if not self.is_split:
-            return 1 + self.has_lean_forward + self.has_backward
-        has_weights = bool(jax.tree.leaves(pick(self.params, self.trained)))
-        return 1 + self.has_lean_forward + bool(jax.tree.leaves((self.input_grads, self.made))) + has_weights
+            return ("forward", "backward") if self.has_backward else ("forward",)
+        gradients = {
+            "input_gradient": jax.tree.leaves((self.input_grads, self.made)),
+            "weight_gradient": jax.tree.leaves(pick(self.params, self.trained)),
+        }
+        return ("forward", *(name for name, computed in gradients.items() if computed))
 
     def forward(self, params: Any, derived: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
         """Returns (outputs, made): the residuals that the forward makes."""

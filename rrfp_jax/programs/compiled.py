@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,7 +30,14 @@ from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, WeightResidualBytes, naming_chunk
 from rrfp_jax.programs.compiling import compile_program, count_programs
-from rrfp_jax.programs.microbatch_programs import KindPrograms, MicrobatchPrograms, compile_for_kind
+from rrfp_jax.programs.microbatch_programs import (
+    PAIRS,
+    KindPrograms,
+    MicrobatchPrograms,
+    PairProgram,
+    compile_for_kind,
+    compile_pair,
+)
 from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.sameness import ProgramStore
@@ -283,6 +290,13 @@ class CompiledChunk:
             suffix = f" ({number})" if number else ""
             self.compiled |= {name + suffix: each for name, each in of_kind.compiled.items()}
 
+    def count_pair(self, name: str, pair: PairProgram, leaving_bytes: int) -> None:
+        """Takes a program of two, one of which is this chunk's, among the programs of the chunk; the other one's
+        results of ``leaving_bytes`` leave beside this one's."""
+        self.compiled[name] = pair.compiled
+        temporaries = {**self.sizes.temporaries, name: pair.temporaries + leaving_bytes}
+        self.sizes = replace(self.sizes, temporaries=temporaries)
+
     def of(self, bucket: int = 0) -> MicrobatchPrograms:
         """Returns the calls that run microbatches of a bucket, which must not skip the chunk."""
         programs = self._of[bucket]
@@ -381,6 +395,63 @@ class CompiledChunk:
     def shared_layers(self, accumulators: Any) -> dict[str, Any]:
         """Returns the accumulators that the chunks which share parameters with this one need for R."""
         return pick(accumulators, self._tied)
+
+
+# -- pairs of programs -------------------------------------------------------------------------------------------------
+
+PairPrograms = dict[tuple[Compiled, Compiled], PairProgram]
+"""Programs that do the work of two, by these two, in the order of :data:`PAIRS`."""
+
+
+class PairOfPrograms(NamedTuple):
+    """Two programs of a unit that may run as one: for each its chunk, the number of its variant, and its name."""
+
+    first: tuple[int, int, str]
+    second: tuple[int, int, str]
+
+
+def pairs_of(variants: Mapping[int, tuple[Sequence[Variant], Sequence[int | None]]]) -> list[PairOfPrograms]:
+    """Returns the pairs of programs of one unit, for microbatches of one bucket.
+
+    Args:
+        variants: by chunk of the unit its variants, and for each bucket the number of the chunk's variant.
+    """
+    found: dict[PairOfPrograms, None] = {}
+    for (one, (of_one, numbers)), (other, (of_other, other_numbers)) in product(variants.items(), repeat=2):
+        for number, other_number in zip(numbers, other_numbers, strict=True):
+            if number is None or other_number is None:
+                continue
+            names, other_names = of_one[number].plan.program_names, of_other[other_number].plan.program_names
+            for name, other_name in PAIRS:
+                if name in names and other_name in other_names:
+                    found[PairOfPrograms((one, number, name), (other, other_number, other_name))] = None
+    return list(found)
+
+
+def compile_pairs(chunks: Mapping[int, CompiledChunk], pairs: Sequence[PairOfPrograms], store: ProgramStore) -> PairPrograms:
+    """Compiles pairs of programs of one unit, each once for all chunks of its kinds, and counts them there.
+
+    Args:
+        chunks: the compiled chunks of the unit, by the numbers that the pairs have.
+    """
+    made: PairPrograms = {}
+    for (one, number, name), (other, other_number, other_name) in pairs:
+        first, second = (
+            chunks[chunk].variants[variant].kind_programs for chunk, variant in ((one, number), (other, other_number))
+        )
+        both = first.compiled[name], second.compiled[other_name]
+        pair, is_new = store.get(("pair", *both), partial(compile_pair, first, name, second, other_name))
+        if not is_new:
+            count_programs(1)
+        made[both] = pair
+        sizes = chunks[other].sizes
+        leaving_bytes = sizes.outputs_bytes if other_name == "forward" else sizes.input_grads_bytes
+        title = f"pair of {name} ({number}) and {other_name} ({other_number}) of chunk {other}"
+        chunks[one].count_pair(title, pair, leaving_bytes)
+    return made
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
 
 def _between_passes(graph: PipelineGraph, index: int, plan: ChunkPlan) -> tuple[set[int], dict[int, Specs]]:

@@ -16,10 +16,17 @@ Accumulators are taken over by the next call that adds to them, and cannot be wa
 
 All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
 ``place`` brings batch leaves to the devices ahead of the call that reads them.
+
+Pairs
+-----
+Two calls for different microbatches, of one chunk or of two of a unit, may run as one program, so that the compiler
+hides the collectives of each behind the products of the other (:data:`PAIRS`). Each method has a namesake that ends in
+``_call`` and returns the call with its arguments, as a :class:`Call` that has not run; :class:`PairProgram` runs two.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +34,11 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
+from rrfp_jax.core.events import record
 from rrfp_jax.programs.chunk import Chunk, Params, counters
 from rrfp_jax.programs.chunk_plan import ChunkPlan, Residuals, WeightResiduals
 from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.shardings import all_passing, gathered, passing
 from rrfp_jax.programs.state import full, zeros
@@ -37,6 +46,23 @@ from rrfp_jax.schedules import PipelineGraph
 
 LEAN_FORWARD = "forward_lean"
 """The name of the forward without residuals."""
+PAIRS = (
+    ("backward", "forward"),
+    ("input_gradient", "forward"),
+    ("weight_gradient", "forward"),
+    ("weight_gradient", "input_gradient"),
+)
+"""The programs that run in pairs, by name. JAX pairs donated arrays with results of their shape in order: a program
+that adds to accumulators comes first, so that no result of the other one takes these over."""
+
+
+class ProgramParts(NamedTuple):
+    """The parts that one program was compiled from, and a program of two is compiled from once more."""
+
+    function: Callable[..., Any]
+    specs: tuple[Specs, ...]
+    in_shardings: tuple[Any, ...]
+    donate: tuple[int, ...]
 
 
 class KindPrograms(NamedTuple):
@@ -50,6 +76,8 @@ class KindPrograms(NamedTuple):
     A program that would compute nothing is left out: the input gradient of a chunk that sends none, the weight gradient
     of a chunk none of whose parameters train.
     """
+    parts: Mapping[str, ProgramParts] = MappingProxyType({})
+    """The parts of these programs, by the same names."""
 
 
 def compile_for_kind(
@@ -64,7 +92,7 @@ def compile_for_kind(
         boundary: of the unit; see :mod:`rrfp_jax.programs.shardings` for arrays that pass between chunks.
         chosen: for results that stay inside the chunk; None lets the compiler choose.
     """
-    compiled: dict[str, Compiled] = {}
+    compiled, parts = dict[str, Compiled](), dict[str, ProgramParts]()
 
     def whole(leaf: Any, spec: Any) -> Any:
         at = gathered(spec.sharding)
@@ -86,6 +114,7 @@ def compile_for_kind(
         inputs = jax.tree.map(lambda s: passing(boundary, s) if s.sharding is None else s.sharding, specs)
         places = (results, boundary) if token else results
         made = compile_program(name, program, *specs, in_shardings=inputs, out_shardings=places, donate=donate)
+        parts[name] = ProgramParts(program, specs, inputs, donate)
         return compiled.setdefault(name, made)
 
     outputs, input_grads = all_passing(boundary, plan.outputs), all_passing(boundary, plan.input_grads)
@@ -96,14 +125,14 @@ def compile_for_kind(
     # where a program's results lie decides how the next ones are laid out
     plan = plan.laid_out(boundary, forward.output_shardings[1])
     if not plan.has_backward:
-        return KindPrograms(plan, compiled)
+        return KindPrograms(plan, compiled, parts)
     trained, residuals = pick(params, plan.trained), plan.residuals.specs
     sums, at_sums = accumulator_spec(trained), jax.tree.map(lambda spec: spec.sharding, trained)
     rest = (params, derived, (residuals.saved, residuals.aliased), plan.output_grads)
     if not plan.is_split:
         specs = ((sums, residuals.donated), *rest)
         compile_one("backward", plan.backward, *specs, results=(at_sums, input_grads), token=True)
-        return KindPrograms(plan, compiled)
+        return KindPrograms(plan, compiled, parts)
     made: Any = ()
     if jax.tree.leaves((plan.input_grads, plan.made)):
         specs = (residuals.donated, *rest)
@@ -113,7 +142,56 @@ def compile_for_kind(
     if jax.tree.leaves(trained):
         specs = (sums, params, derived, plan.weight_residuals.specs)
         compile_one("weight_gradient", plan.weight_gradient, *specs, results=at_sums, token=True)
-    return KindPrograms(plan, compiled)
+    return KindPrograms(plan, compiled, parts)
+
+
+class Call(NamedTuple):
+    """A call that has its arguments, and may run alone or together with another one."""
+
+    program: Compiled | None
+    """The program to run; None where there is nothing to compute."""
+    arguments: tuple[Any, ...]
+    finish: Callable[[Any, tuple[Any, ...]], Any]
+    """Makes the results of the call from those of the program (None without one) and the arguments."""
+
+    def run(self) -> Any:
+        """Runs the program alone; returns the results of the call."""
+        program, arguments, finish = self
+        return finish(None if program is None else program(*arguments), arguments)
+
+
+class PairProgram(NamedTuple):
+    """A program that does the work of two, in the order of :data:`PAIRS`."""
+
+    compiled: Compiled
+    temporaries: int
+    """Bytes that it needs while it runs beside its arguments and results; 0 where the backend does not say."""
+
+    def run(self, first: Call, second: Call) -> tuple[Any, Any]:
+        """Runs both calls; returns the results of each."""
+        made = self.compiled(*first.arguments, *second.arguments)
+        return first.finish(made[0], first.arguments), second.finish(made[1], second.arguments)
+
+
+def compile_pair(first: KindPrograms, name: str, second: KindPrograms, other: str) -> PairProgram:
+    """Compiles two programs of a unit as one, which takes and returns arrays that lie as those of each alone do."""
+    parts, num_first = (first.parts[name], second.parts[other]), len(first.parts[name].specs)
+
+    def pair(*arguments: Any) -> Any:
+        return parts[0].function(*arguments[:num_first]), parts[1].function(*arguments[num_first:])
+
+    compiled = compile_program(
+        f"{name}_with_{other}",
+        pair,
+        *parts[0].specs,
+        *parts[1].specs,
+        in_shardings=(*parts[0].in_shardings, *parts[1].in_shardings),
+        # The compiler chose some of these, and those who take the results count on its choice.
+        out_shardings=(first.compiled[name].output_shardings, second.compiled[other].output_shardings),
+        donate=(*parts[0].donate, *(num_first + position for position in parts[1].donate)),
+    )
+    memory = memory_of(compiled)
+    return PairProgram(compiled, 0 if memory is None else memory.temporaries)
 
 
 class Constants(NamedTuple):
@@ -152,7 +230,7 @@ class MicrobatchPrograms:
         prepare: Callable[[Params], tuple[Any, ...]],
         derived: Sequence[int],
     ) -> None:
-        self.shapes, self.plan = shapes, programs.plan
+        self.shapes, self.plan, self.kind_programs = shapes, programs.plan, programs
         self.leaves = tuple(shapes.leaves)
         """The batch leaves that such a microbatch has and the chunk reads."""
         self._index, self._chunk, self._own = index, chunk, chunk.own
@@ -226,14 +304,30 @@ class MicrobatchPrograms:
         ``leaves`` exactly those of ``self.leaves``; ``microbatch`` counts over the whole step. Returns the output and
         the residuals.
         """
+        return self.forward_call(params, inputs, leaves, step, microbatch, derived=derived).run()
+
+    def forward_call(
+        self,
+        params: Params,
+        inputs: tuple[Any, ...],
+        leaves: dict[str, Any],
+        step: int = 0,
+        microbatch: int = 0,
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> Call:
+        """Returns the call of :meth:`forward` with its arguments."""
         operands, own = self._operands(inputs, leaves, step, microbatch), self._own.to_own(params)
-        outputs, made = self._compiled["forward"](own, self._derived(params, derived), operands)
-        layout = self.plan.residuals
+        arguments = own, self._derived(params, derived), operands
+        return record(Call, (self._compiled["forward"], arguments, self._finish_forward))
+
+    def _finish_forward(self, returned: Any, arguments: tuple[Any, ...]) -> tuple[Any, Residuals]:
+        (outputs, made), layout = returned, self.plan.residuals
         donated = tuple([made[place] for place in layout.donated])
         saved = tuple([made[place] for place in layout.saved])
         if not layout.aliased:
             return outputs, Residuals(donated, saved)
-        at_hand = jax.tree.leaves((operands, outputs))
+        at_hand = jax.tree.leaves((arguments[2], outputs))
         return outputs, Residuals(donated, saved, tuple([at_hand[place] for place in layout.aliased]))
 
     def outputs(
@@ -288,12 +382,28 @@ class MicrobatchPrograms:
         place of leaves that have no gradient, the accumulators with this microbatch's gradient of the summed loss, and
         the token. Only for a chunk whose backward is not split.
         """
+        return self.backward_call(params, residuals, output_grads, accumulators, derived=derived).run()
+
+    def backward_call(
+        self,
+        params: Params,
+        residuals: Residuals,
+        output_grads: tuple[Any, ...],
+        accumulators: Any,
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> Call:
+        """Returns the call of :meth:`backward` with its arguments."""
         backward, own = self._compiled.get("backward"), self._own.to_own
         if backward is None:
             raise self._refusal()
         derived = self._derived(params, derived)
         owned, rest = (own(accumulators), residuals.donated), (residuals.saved, residuals.aliased)
-        (sums, input_grads), token = backward(owned, own(params), derived, rest, self._complete(output_grads))
+        arguments = owned, own(params), derived, rest, self._complete(output_grads)
+        return record(Call, (backward, arguments, self._finish_backward))
+
+    def _finish_backward(self, returned: Any, _: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Any]:
+        (sums, input_grads), token = returned
         return input_grads, self._own.to_model(sums), token
 
     def input_gradient(
@@ -306,15 +416,28 @@ class MicrobatchPrograms:
     ) -> tuple[tuple[Any, ...], WeightResiduals]:
         """Runs the first half of a split backward: as ``backward``, but returns the weight-gradient residuals instead
         of accumulating."""
+        return self.input_gradient_call(params, residuals, output_grads, derived=derived).run()
+
+    def input_gradient_call(
+        self,
+        params: Params,
+        residuals: Residuals,
+        output_grads: tuple[Any, ...],
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> Call:
+        """Returns the call of :meth:`input_gradient` with its arguments."""
         if not self.plan.is_split:
             raise self._refusal()
-        derived = self._derived(params, derived)
-        output_grads, rest = self._complete(output_grads), (residuals.saved, residuals.aliased)
-        input_grads: tuple[Any, ...] = (None,) * len(self.plan.input_grads)
-        made: tuple[Any, ...] = ()
-        if (program := self._compiled.get("input_gradient")) is not None:
-            made, input_grads = program(residuals.donated, self._own.to_own(params), derived, rest, output_grads)
-        at_hand = jax.tree.leaves((rest, output_grads, input_grads, made))
+        derived, rest = self._derived(params, derived), (residuals.saved, residuals.aliased)
+        arguments = residuals.donated, self._own.to_own(params), derived, rest, self._complete(output_grads)
+        return record(Call, (self._compiled.get("input_gradient"), arguments, self._finish_input_gradient))
+
+    def _finish_input_gradient(
+        self, returned: Any, arguments: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], WeightResiduals]:
+        made, input_grads = ((), (None,) * len(self.plan.input_grads)) if returned is None else returned
+        at_hand = jax.tree.leaves((*arguments[3:], input_grads, made))
         return input_grads, tuple([at_hand[place] for place in self.plan.weight_residuals.leaves])
 
     def weight_gradient(
@@ -330,13 +453,27 @@ class MicrobatchPrograms:
         Returns the accumulators with this microbatch's gradient of the summed loss, and the token, which is empty where
         there is no program.
         """
+        return self.weight_gradient_call(params, weight_residuals, accumulators, derived=derived).run()
+
+    def weight_gradient_call(
+        self,
+        params: Params,
+        weight_residuals: WeightResiduals,
+        accumulators: Any,
+        *,
+        derived: tuple[Any, ...] | None = None,
+    ) -> Call:
+        """Returns the call of :meth:`weight_gradient` with its arguments."""
         if not self.plan.is_split:
             raise self._refusal()
         program, own = self._compiled.get("weight_gradient"), self._own.to_own
         if program is None:
-            return accumulators, ()
-        derived = self._derived(params, derived)
-        sums, token = program(own(accumulators), own(params), derived, weight_residuals)
+            return Call(None, (accumulators,), lambda _, arguments: (*arguments, ()))
+        arguments = own(accumulators), own(params), self._derived(params, derived), weight_residuals
+        return record(Call, (program, arguments, self._finish_weight_gradient))
+
+    def _finish_weight_gradient(self, returned: Any, _: tuple[Any, ...]) -> tuple[Any, Any]:
+        sums, token = returned
         return self._own.to_model(sums), token
 
     def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,12 +5,12 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.core.replicas`), which ar
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
-from typing import Any
+from itertools import chain, combinations
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -24,7 +24,15 @@ from rrfp_jax.programs.agreement import NormHistory
 from rrfp_jax.programs.batches import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, parts_of, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
-from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk, Variant
+from rrfp_jax.programs.compiled import (
+    ChunkSizes,
+    CompiledChunk,
+    PairOfPrograms,
+    PairPrograms,
+    Variant,
+    compile_pairs,
+    pairs_of,
+)
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit, shared_program, times_kernels
 from rrfp_jax.programs.pieces import PieceLayout, tied_names
 from rrfp_jax.programs.remat import Remat
@@ -72,6 +80,7 @@ from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import ArrayEdge, EdgeOf
 from rrfp_jax.schedules import PipelineGraph, Placement
 
+_Made = TypeVar("_Made")
 Plans = Mapping[int, Sequence[Variant]]
 """By base number, the variants of a hosted chunk that were traced."""
 
@@ -98,6 +107,8 @@ class HostedPrograms:
     """Programs of chunks, by number in the pipeline of all replicas."""
     replicas: dict[int, StageUpdates] = field(default_factory=dict)
     """By base number, the programs that the replicas of a stage run together; empty without data parallelism."""
+    pairs: PairPrograms = field(default_factory=dict)
+    """Programs that do the work of two programs of a unit, by these two; empty unless they were asked for."""
     seconds: dict[int, float] = field(default_factory=dict)
     """Seconds that each program took to compile, by the ``id`` of the compiled program."""
 
@@ -344,6 +355,7 @@ class HostedModel:
         *,
         max_programs: int | None = None,
         evaluation: Buckets | None = None,
+        pairs: bool = False,
         check_plans: Callable[[Plans], None] = lambda planned: None,
     ) -> HostedPrograms:
         """Compiles everything for microbatches of these shapes, once.
@@ -354,11 +366,12 @@ class HostedModel:
                 time.
             max_programs: the most different programs that may be compiled; None: any number.
             evaluation: the shapes of microbatches that are run forward alone; they are numbered after the others.
+            pairs: compile programs of two tasks, too, for units of several devices.
             check_plans: called with all that is traced before anything is compiled.
 
         Raises ValueError where chunks, graph and buckets do not fit, or above ``max_programs``.
         """
-        key = (graph, buckets.key, evaluation and evaluation.key)
+        key = (graph, buckets.key, evaluation and evaluation.key, pairs)
         if key in self._compiled:
             return self._compiled[key]
         require_jit()
@@ -415,28 +428,61 @@ class HostedModel:
                     compiled |= {self.copies.chunk(c, replica): each for c, each in passes}
             return base, together, compiled
 
+        def compile_pairs_of(base: int) -> PairPrograms:
+            found: PairPrograms = {}
+            with count.counting(), settings(), tracing_for(self._target):
+                for replica in self._grid(base).local_replicas:
+                    numbers = {c: self.copies.chunk(c, replica) for pair in in_pairs[base] for c, *_ in pair}
+                    own = {c: programs.chunks[number] for c, number in numbers.items()}
+                    found |= compile_pairs(own, in_pairs[base], self._store)
+            return found
+
         # Threads help, since XLA releases the GIL while it compiles.
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
             planned = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
         variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
         different = {variant.plan.kind: variant.plan for of_chunk in variants.values() for variant in of_chunk}
+        in_pairs = self._pairs(planned) if pairs else {}
         number = sum(plan.num_programs for plan in different.values())
+        number += _num_kinds(chain.from_iterable(in_pairs.values()), variants)
         _check_number(number, max_programs, len(programs.shapes), at_least=False)
         with tracing_for(self._target):
             check_plans(variants)
         holders = [base for base in self.base_chunks if graph.holder(base) == base]
         numbers = [self._num_programs(base, [variants[c] for c in graph.passes_of(base)], graph) for base in holders]
-        count = ProgramCount(sum(numbers), progress)
-        queues, num_threads = self._compile_queues(holders)
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as executor:
-            for made in executor.map(lambda queue: [compile_one(base) for base in queue], queues):
-                for base, together, compiled in made:
-                    programs.chunks.update(compiled)
-                    if together is not None:
-                        programs.replicas[base] = together
+        num_pairs = sum(len(self._grid(base).local_replicas) * len(found) for base, found in in_pairs.items())
+        count = ProgramCount(sum(numbers) + num_pairs, progress)
+        for base, together, compiled in self._in_queues(holders, compile_one):
+            programs.chunks.update(compiled)
+            if together is not None:
+                programs.replicas[base] = together
+        for of_stage in self._in_queues(in_pairs, compile_pairs_of):
+            programs.pairs.update(of_stage)
         programs.seconds.update(count.seconds)
         self._compiled[key] = programs
         return programs
+
+    def _pairs(
+        self, planned: Mapping[int, tuple[Sequence[Variant], Sequence[int | None]]]
+    ) -> dict[int, list[PairOfPrograms]]:
+        """Returns the pairs of programs to compile for each stage, by its first hosted chunk; none for units of one
+        device, which have no collective to hide."""
+        found = {}
+        for stage, chunks in enumerate(self.placement.chunks_of_stage):
+            own = {base: planned[base] for base in chunks if base in planned}
+            grid = self.grids[stage]
+            if own and mesh_of(grid.unit_sharding(grid.local_replicas[0])) is not None:
+                found[min(own)] = pairs_of(own)
+        return found
+
+    def _in_queues(self, bases: Iterable[int], make: Callable[[int], _Made]) -> list[_Made]:
+        """Returns the result of ``make`` for each of these hosted chunks, several at a time where that is allowed."""
+        queues, num_threads = self._compile_queues([*bases])
+        if not queues:
+            return []
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as executor:
+            made = executor.map(lambda queue: [make(base) for base in queue], queues)
+            return [each for of_queue in made for each in of_queue]
 
     def _compile_queues(self, bases: Sequence[int]) -> tuple[list[list[int]], int | None]:
         """Returns these hosted chunks in lists, each compiled in order by one thread, and the number of threads.
@@ -603,6 +649,11 @@ class HostedModel:
         if bases[0] != bases[1]:
             carried = [pick(each.shared, tied_names(self.holding, *bases)) for each in carried]
         return ArrayEdge(spec=carried[0], source=carried[1], target=carried[2])
+
+
+def _num_kinds(pairs: Iterable[PairOfPrograms], variants: Plans) -> int:
+    """Returns how many of these pairs differ."""
+    return len({tuple((variants[c][number].plan.kind, name) for c, number, name in pair) for pair in pairs})
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:

@@ -9,10 +9,16 @@ Waiting for a task
 A task is waited for by results that no other program takes over. All results of one program are complete together, and
 a program that takes over a result of another (the accumulators, from microbatch to microbatch) may be launched before
 that one was waited for. A program that returns nothing else returns a scalar for it.
+
+Pairs
+-----
+F, B, I and W are generators. Each prepares its call, yields it, and goes on with the results, so that somebody else
+runs the call: alone, or by the program that does the work of two calls. Where there is no such program, the calls of a
+pair run one after the other.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,8 +31,8 @@ from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.agreement import NormHistory, StageReport, Verdict, agree, merged
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss
-from rrfp_jax.programs.compiled import CompiledChunk
-from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
+from rrfp_jax.programs.compiled import CompiledChunk, PairPrograms
+from rrfp_jax.programs.microbatch_programs import Call, MicrobatchPrograms, PairProgram
 from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.shapes import loss_of, part_of
 from rrfp_jax.programs.state import ChunkState, overlaid
@@ -40,7 +46,7 @@ from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
 from rrfp_jax.runtime.stage_reduction import PieceExchange, SparseExchange, StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import IN_PARTS, is_on_host
-from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import Op, Pair, PipelineGraph, Placement, Task, TaskKind
 
 
 @dataclass
@@ -105,6 +111,49 @@ class _Enqueued(NamedTuple):
     """Messages for other chunks, with their values."""
     record: Callable[[], None] | None = None
     """Called once the task has ended."""
+    pair: PairProgram | None = None
+    """The program that runs both tasks of a pair; None where each has run its own."""
+
+
+_TaskInCalls = Generator[Call, Any, _Enqueued]
+"""A task that makes at most one call, by yielding it."""
+
+
+def _begun(task: _TaskInCalls) -> Call | _Enqueued:
+    """Returns the call that a task makes, or the rest of its work where it makes none."""
+    try:
+        return next(task)
+    except StopIteration as ended:
+        enqueued: _Enqueued = ended.value
+        return enqueued
+
+
+def _gone_on(task: _TaskInCalls, results: Any) -> _Enqueued:
+    """Returns the rest of a task's work, given the results of its call."""
+    try:
+        task.send(results)
+    except StopIteration as ended:
+        enqueued: _Enqueued = ended.value
+        return enqueued
+    raise AssertionError("a task makes one call at most")
+
+
+def _alone(make: Callable[..., _TaskInCalls], *arguments: Any) -> _Enqueued:
+    """Runs a task, and its call alone; returns the rest of its work."""
+    # As _begun, Call.run and _gone_on, in one piece: this is on the host's way from each task to the next.
+    task = make(*arguments)
+    try:
+        program, given, finish = next(task)
+        task.send(finish(None if program is None else program(*given), given))
+    except StopIteration as ended:
+        enqueued: _Enqueued = ended.value
+        return enqueued
+    raise AssertionError("a task makes one call at most")
+
+
+def _record_all(records: Iterable[Callable[[], None]]) -> None:
+    for record in records:
+        record()
 
 
 class ProgramStage:
@@ -124,6 +173,7 @@ class ProgramStage:
         meter: counts the memory that the stage holds.
         send_array: brings an output into the form in which it travels to a stage.
         in_transit: returns how many bytes this process holds of messages to and from others.
+        pairs: the programs that do the work of two programs of these chunks.
     """
 
     def __init__(
@@ -143,6 +193,7 @@ class ProgramStage:
         meter: MemoryMeter,
         send_array: SendArray,
         in_transit: Callable[[], int] = lambda: 0,
+        pairs: PairPrograms | None = None,
     ) -> None:
         self._graph, self._placement, self._copies = graph, placement, copies
         self._update_rules, self._stop_requests, self._in_transit = update_rules, stop_requests, in_transit
@@ -180,14 +231,18 @@ class ProgramStage:
         self._leaves_ahead = LeavesAhead(stage) if self._posts_at_once else None
         """None where programs take NumPy's arrays as they are."""
         self.accept, self.ahead, self.fetch = self._mailbox.accept, self._mailbox.ahead, self._mailbox.fetch
-        self._enqueue: dict[TaskKind, Callable[..., _Enqueued]] = {
+        self._in_calls: dict[TaskKind, Callable[..., _TaskInCalls]] = {
             TaskKind.F: self._forward,
-            TaskKind.B: partial(self._backward, is_split=False),
-            TaskKind.I: partial(self._backward, is_split=True),
+            TaskKind.B: self._backward,
+            TaskKind.I: self._input_gradient,
             TaskKind.W: self._weight_gradient,
+        }
+        self._enqueue: dict[TaskKind, Callable[..., _Enqueued]] = {
+            **{kind: partial(_alone, make) for kind, make in self._in_calls.items()},
             TaskKind.R: self._reduce,
             TaskKind.U: self._update,
         }
+        self._pairs = pairs or {}
         self._operations = operations_of(self._graph)
         self._enqueue |= {TaskKind(letter): partial(self._operate, op) for letter, op in self._operations.items()}
         self._keep_inputs = [op for op in self._graph.ops if op.keeps_inputs]
@@ -414,14 +469,17 @@ class ProgramStage:
 
     # -- on the stage's threads --------------------------------------------------------------------------------------
 
-    def launch(self, step: int, task: Task) -> Launched:
+    def launch(self, step: int, task: Task | Pair) -> Launched:
         begun_s = time.perf_counter()
         read: tuple[Any, ...] = ()
         try:
-            if (held := self.states[task.chunk]).derived is None:  # Shares of its parameters have come.
-                held.derived = self._programs[task.chunk].prepare(held.params)
-            read = self._read(step, task)
-            enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch, *read)
+            if isinstance(task, Pair):
+                # Both are ready, so none of them reads what the other one makes.
+                read = (self._read(step, task.first), self._read(step, task.second))
+                enqueued = self._together(step, task, *read)
+            else:
+                read = self._read(step, task)
+                enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch, *read)
             if self._posts_at_once:
                 begun_s = time.perf_counter()  # Elsewhere the program may run within its launch.
             # Values for chunks of this stage go at once: their task may be launched before this one has ended.
@@ -429,7 +487,7 @@ class ProgramStage:
                 step, [each for each in enqueued.posts if self._posts_at_once or each[0].target in self._programs]
             )
             if self._posts_at_once:
-                self._measure(step, task)
+                self._measure(step, task, enqueued.pair)
         except BaseException as error:
             self._fail(error, task, read)
             raise
@@ -440,6 +498,8 @@ class ProgramStage:
         successors of B and I that return one, each from the replica that runs the microbatch; None from chunks that it
         skips."""
         graph, (kind, chunk, microbatch) = self._steps[step].graph, task
+        if (held := self.states[chunk]).derived is None:  # Shares of its parameters have come.
+            held.derived = self._programs[chunk].prepare(held.params)
         if kind is TaskKind.F:
             message_kind, others = MessageKind.ACTIVATION, graph.predecessors(chunk)
         elif kind is TaskKind.B or kind is TaskKind.I:
@@ -454,21 +514,52 @@ class ProgramStage:
             ),
         )
 
-    def _wait(self, step: int, task: Task, enqueued: _Enqueued, read: Any) -> None:
+    def _together(self, step: int, pair: Pair, *reads: tuple[Any, ...]) -> _Enqueued:
+        """Launches two tasks; returns the rest of the work of both."""
+        tasks = [
+            self._in_calls[task.kind](step, task.chunk, task.microbatch, *read)
+            for task, read in zip(pair, reads, strict=True)
+        ]
+        begun = [_begun(task) for task in tasks]
+        program, results = self._run_both(*begun)
+        rest = [
+            _gone_on(task, result) if isinstance(each, Call) else each
+            for task, each, result in zip(tasks, begun, results, strict=True)
+        ]
+        return _Enqueued(
+            [each.awaited for each in rest],
+            [post for each in rest for post in each.posts],
+            partial(_record_all, [each.record for each in rest if each.record is not None]),
+            program,
+        )
+
+    def _run_both(
+        self, first: Call | _Enqueued, second: Call | _Enqueued
+    ) -> tuple[PairProgram | None, tuple[Any, ...]]:
+        """Runs the calls of two tasks; returns the program that does the work of both, if there is one, and the results
+        of each call, None for a task without one."""
+        if isinstance(first, Call) and isinstance(second, Call) and first.program and second.program:
+            if (pair := self._pairs.get((first.program, second.program))) is not None:
+                return pair, pair.run(first, second)
+            if (pair := self._pairs.get((second.program, first.program))) is not None:
+                return pair, pair.run(second, first)[::-1]
+        return None, tuple([each.run() if isinstance(each, Call) else None for each in (first, second)])
+
+    def _wait(self, step: int, task: Task | Pair, enqueued: _Enqueued, read: Any) -> None:
         """Waits for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
         try:
             # Ready arrays too: an array whose program has failed says that it is ready, and raises here alone.
             jax.block_until_ready(enqueued.awaited)
             if not self._posts_at_once:
                 self._post(step, [each for each in enqueued.posts if each[0].target not in self._programs])
-                self._measure(step, task)
+                self._measure(step, task, enqueued.pair)
         except BaseException as error:
             self._fail(error, task, read)
             raise
         if enqueued.record is not None:
             enqueued.record()
 
-    def _fail(self, error: BaseException, task: Task, read: Any) -> None:
+    def _fail(self, error: BaseException, task: Task | Pair, read: Any) -> None:
         """Ends the waits of other replicas for this one. Raises TransportFailed where the failed task is not to blame,
         since an array that it reads has not come."""
         if self._replicas is not None:
@@ -492,7 +583,10 @@ class ProgramStage:
                 bucket = self._steps[step].batch.buckets[message.microbatch]
             self._mailbox.post(step, message, value, bucket)
 
-    def _measure(self, step: int, task: Task) -> None:
+    def _measure(self, step: int, task: Task | Pair, pair: PairProgram | None = None) -> None:
+        if isinstance(task, Pair):
+            self._measure_pair(step, task, pair)
+            return
         op = self._operations.get(task.kind)
         if op is not None and not op.remakes_stash:  # Counted where it begins and ends.
             return
@@ -504,6 +598,18 @@ class ProgramStage:
         if self._exchange is not None:
             self._exchange.count_cut(step, task.chunk)
 
+    def _measure_pair(self, step: int, tasks: Pair, pair: PairProgram | None) -> None:
+        if pair is None:
+            for task in tasks:
+                self._measure(step, task)
+            return
+        buckets = self._steps[step].batch.buckets
+        inbox_bytes = self._mailbox.held_bytes + self._in_transit()
+        self._meter.ran_pair([(task, buckets[task.microbatch]) for task in tasks], pair.temporaries, inbox_bytes)
+        if self._exchange is not None:
+            for task in tasks:
+                self._exchange.count_cut(step, task.chunk)
+
     def _is_remade(self, chunk: int, microbatch: int) -> bool:
         return any(op.exists(chunk, microbatch) for op in self._remake_stash)
 
@@ -512,7 +618,7 @@ class ProgramStage:
 
     # -- F, B, I and W -----------------------------------------------------------------------------------------------
 
-    def _forward(self, step: int, chunk: int, microbatch: int, inputs: tuple[Any, ...]) -> _Enqueued:
+    def _forward(self, step: int, chunk: int, microbatch: int, inputs: tuple[Any, ...]) -> _TaskInCalls:
         state, (params, derived) = self._steps[step], self._weights(step, chunk)
         graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
         placed = None if self._leaves_ahead is None else self._leaves_ahead.take(chunk, (step, microbatch))
@@ -527,7 +633,7 @@ class ProgramStage:
         if graph.ops and self._is_remade(chunk, microbatch):
             outputs = programs.outputs(params, *read, derived=derived)
         else:
-            outputs, stash = programs.forward(params, *read, derived=derived)
+            outputs, stash = yield programs.forward_call(params, *read, derived=derived)
             if graph.has_backward(chunk):
                 state.stashes[chunk, microbatch] = stash
         self._add_up(step, OUTPUTS, TaskKind.F, chunk, outputs)
@@ -546,40 +652,45 @@ class ProgramStage:
         ]
         return _Enqueued(outputs, posts, record)
 
-    def _backward(
-        self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...], *, is_split: bool
-    ) -> _Enqueued:
-        """Launches B, or I alone (``is_split``), which leaves residuals to W."""
+    def _backward(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _TaskInCalls:
         state, programs = self._steps[step], self._programs_of(step, chunk, microbatch)
         params, derived = self._weights(step, chunk)
         graph, stash = state.graph, state.stashes.pop((chunk, microbatch))
-        awaited: Any
-        if is_split:
-            input_grads, residuals = programs.input_gradient(params, stash, output_grads, derived=derived)
-            if graph.trains(chunk):
-                state.weight_residuals[chunk, microbatch] = residuals
-            awaited = input_grads, residuals
-        else:
-            if self._exchange is not None and graph.trains(chunk):
-                self._exchange.turn_to(step, graph.holder(chunk), microbatch)
-            input_grads, sums, awaited = programs.backward(
-                params, stash, output_grads, self._sums(step, chunk), derived=derived
-            )
-            self._keep_sums(step, chunk, sums)
-        kind = TaskKind.I if is_split else TaskKind.B
+        if self._exchange is not None and graph.trains(chunk):
+            self._exchange.turn_to(step, graph.holder(chunk), microbatch)
+        input_grads, sums, awaited = yield programs.backward_call(
+            params, stash, output_grads, self._sums(step, chunk), derived=derived
+        )
+        self._keep_sums(step, chunk, sums)
+        posts = self._with_input_grads(step, TaskKind.B, chunk, microbatch, input_grads)
+        return self._with_pieces(step, chunk, awaited, posts) if graph.trains(chunk) else _Enqueued(awaited, posts)
+
+    def _input_gradient(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _TaskInCalls:
+        """Launches I, which leaves residuals to W."""
+        state, programs = self._steps[step], self._programs_of(step, chunk, microbatch)
+        params, derived = self._weights(step, chunk)
+        stash = state.stashes.pop((chunk, microbatch))
+        input_grads, residuals = yield programs.input_gradient_call(params, stash, output_grads, derived=derived)
+        if state.graph.trains(chunk):
+            state.weight_residuals[chunk, microbatch] = residuals
+        posts = self._with_input_grads(step, TaskKind.I, chunk, microbatch, input_grads)
+        return _Enqueued((input_grads, residuals), posts)
+
+    def _with_input_grads(
+        self, step: int, kind: TaskKind, chunk: int, microbatch: int, input_grads: tuple[Any, ...]
+    ) -> list[tuple[Message, Any]]:
+        """Returns the messages with the input gradients of a task."""
+        graph = self._steps[step].graph
         self._add_up(step, INPUT_GRADIENTS, kind, chunk, input_grads)
         # A microbatch may skip a predecessor, which then gets no gradient.
         predecessors = graph.of_each_base(graph.gradient_predecessors(chunk), microbatch)
-        posts = [
+        return [
             (Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)
             for predecessor, grad in zip(predecessors, input_grads, strict=True)
             if predecessor is not None
         ]
-        if not is_split and graph.trains(chunk):
-            return self._with_pieces(step, chunk, awaited, posts)
-        return _Enqueued(awaited, posts)
 
-    def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
+    def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _TaskInCalls:
         programs, (params, derived) = self._programs_of(step, chunk, microbatch), self._weights(step, chunk)
         residuals = self._steps[step].weight_residuals.pop((chunk, microbatch))
         if self._exchange is not None:
@@ -587,7 +698,7 @@ class ProgramStage:
         if (self._copies.base(chunk), microbatch) in self._steps[step].batch.left_out:
             # W stays a task, so orders, memory and groups need not know: it frees the residuals, and no program runs.
             return self._with_pieces(step, chunk, (), [])
-        sums, done = programs.weight_gradient(params, residuals, self._sums(step, chunk), derived=derived)
+        sums, done = yield programs.weight_gradient_call(params, residuals, self._sums(step, chunk), derived=derived)
         self._keep_sums(step, chunk, sums)
         return self._with_pieces(step, chunk, done, [])
 

@@ -179,6 +179,17 @@ class MemoryMeter:
         which = task.kind, task.chunk, variant, is_remade
         self.count(self._running[which], self._taken.get(which, 0), inbox_bytes)
 
+    def ran_pair(self, tasks: Iterable[tuple[Task, int]], temporaries: int, inbox_bytes: int) -> None:
+        """Counts two tasks that one program with these temporaries runs, each with its bucket."""
+        taken = []
+        for task, bucket in tasks:
+            variant = self._variant_of[task.chunk][bucket]
+            assert variant is not None
+            taken.append(self._taken.get((task.kind, task.chunk, variant, False), 0))
+        # While it runs, the bytes that one task takes lie beside those that the other one is about to free.
+        beside = sum(max(0, each) for each in taken) - max(0, sum(taken))
+        self.count(temporaries + beside, sum(taken), inbox_bytes)
+
     def count(self, temporaries: int, taken: int, inbox_bytes: int) -> None:
         """Counts a program that needs so many bytes while it runs, and takes so many for good, or frees them."""
         with self._lock:
