@@ -21,6 +21,7 @@ from rrfp_jax.core.events import (
     Message,
     MessageKind,
     Note,
+    RunPair,
     RunTask,
     Send,
     StepStarted,
@@ -171,7 +172,7 @@ def event_text(event: Event) -> str:
 
 
 def instruction_text(instruction: Instruction) -> str:
-    if isinstance(instruction, RunTask):
+    if isinstance(instruction, RunTask | RunPair):
         return f"{instruction.task} was dispatched"
     if isinstance(instruction, Send):
         return f"the {instruction.message} was sent"

@@ -428,7 +428,9 @@ def pairs_of(variants: Mapping[int, tuple[Sequence[Variant], Sequence[int | None
     return list(found)
 
 
-def compile_pairs(chunks: Mapping[int, CompiledChunk], pairs: Sequence[PairOfPrograms], store: ProgramStore) -> PairPrograms:
+def compile_pairs(
+    chunks: Mapping[int, CompiledChunk], pairs: Sequence[PairOfPrograms], store: ProgramStore
+) -> PairPrograms:
     """Compiles pairs of programs of one unit, each once for all chunks of its kinds, and counts them there.
 
     Args:

@@ -20,6 +20,7 @@ from rrfp_jax.core import (
     InputArrived,
     Instruction,
     Message,
+    Run,
     RunPair,
     RunTask,
     Send,
@@ -115,10 +116,22 @@ class StageActor:
         """Handles an event of a step that carries nothing for the executor."""
         self._handle(event(step, time.perf_counter(), *details))
 
-    def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
+    def completed(self, instruction: Run, start_s: float, end_s: float) -> None:
+        if isinstance(instruction, RunPair):
+            self._pair_completed(instruction, start_s, end_s)
+            return
         beside = self._beside.get(instruction.task.kind)
         self._recorder.ran(instruction, start_s, end_s, COMPUTE if beside is None else beside[0])
         self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
+
+    def _pair_completed(self, instruction: RunPair, start_s: float, end_s: float) -> None:
+        # Nobody can tell how long each task of one program took: each gets a half of the time, so that the spans of a
+        # lane do not overlap.
+        middle_s, time_s = (start_s + end_s) / 2, time.perf_counter()
+        for task, span in zip(instruction.task, ((start_s, middle_s), (middle_s, end_s)), strict=True):
+            self._recorder.ran(RunTask(instruction.step, task), *span)
+        for task in instruction.task:
+            self._handle(TaskFinished(instruction.step, time_s, task))
 
     def decide(self, instruction: RunTask, due_s: float) -> None:
         """Has the successor of a task chosen that is about to end; the decision was due at ``due_s``."""
@@ -164,6 +177,7 @@ class StageActor:
             if isinstance(instruction, RunTask):
                 self._hand_over(instruction)
             elif isinstance(instruction, RunPair):
+                self._wake = None
                 self._submit(instruction)
             elif isinstance(instruction, Send):
                 step, message, stage = instruction

@@ -21,7 +21,7 @@ from typing import Any
 
 from rrfp_jax.cluster.failure_detector import WaitKind
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
-from rrfp_jax.core import Event, InputPromised, Message, RunTask, StageArbiter, TaskAnnounced, timing_rule
+from rrfp_jax.core import Event, InputPromised, Message, Run, StageArbiter, TaskAnnounced, timing_rule
 from rrfp_jax.core.groups import GroupMember
 from rrfp_jax.core.replicas import StepOwners, moved_pairs
 from rrfp_jax.layout import name_unit
@@ -54,7 +54,7 @@ from rrfp_jax.runtime.stage_threads import (
 )
 from rrfp_jax.runtime.steps import StepOutcome, StepsUnderWay
 from rrfp_jax.runtime.transports import Deliver, Failed, PipelineTransport
-from rrfp_jax.schedules import Absences, lanes_beside
+from rrfp_jax.schedules import Absences, Task, lanes_beside
 from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class PipelineRuntime:
     def _completed(
         self,
         stage: int,
-        instruction: RunTask,
+        instruction: Run,
         start_s: float,
         end_s: float,
         error: BaseException | None,
@@ -393,15 +393,16 @@ class PipelineRuntime:
 
     # -- giving up, in the serial executor ---------------------------------------------------------------------------
 
-    def _task_failed(self, stage: int, instruction: RunTask, error: BaseException, *, has_waited: bool = False) -> None:
-        if not has_waited and self._actors[stage].arbiter.awaits_input(instruction.task):
+    def _task_failed(self, stage: int, instruction: Run, error: BaseException, *, has_waited: bool = False) -> None:
+        task, arbiter = instruction.task, self._actors[stage].arbiter
+        if not has_waited and isinstance(task, Task) and arbiter.awaits_input(task):  # Pairs have all inputs.
             # The task that makes its input has failed, too, and is about to say so: that is the cause to report.
             later_s = time.perf_counter() + _CAUSE_WITHIN_S
             self.wake_later(later_s, partial(self._task_failed, stage, instruction, error, has_waited=True))
         elif isinstance(error, TransportFailed):
             self._transport_failed(error)
         else:
-            name = f"{instruction.task} on {name_unit(stage, self._stages_of_replica)}"
+            name = f"{task} on {name_unit(stage, self._stages_of_replica)}"
             summary = f"{self.steps.name(instruction.step)}: {name} failed: {error_text(error)}"
             self._give_up(TaskFailed, summary, error, failed_stage=stage)
 

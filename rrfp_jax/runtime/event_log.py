@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, RunTask, StageArbiter
+from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, Run, RunTask, StageArbiter
 from rrfp_jax.core.overlap import OverlappedArbiter, StepUnderWay
 from rrfp_jax.core.snapshot import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
@@ -31,7 +31,7 @@ from rrfp_jax.readable import shown
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.failure import WaitForReport
-from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task
+from rrfp_jax.schedules import COMPUTE, Pair, PipelineGraph, Placement, Task
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
 FORMAT, VERSION = "rrfp-jax event log", 9
@@ -150,10 +150,10 @@ class StageRecorder:
 
 
 class StartedTask(NamedTuple):
-    """The task that a stage's thread was running when the log was taken."""
+    """The task or pair that a stage's thread was running when the log was taken."""
 
     step: int
-    task: Task
+    task: Task | Pair
     start_s: float
 
 
@@ -199,7 +199,7 @@ class RunLog:
 
 def take_log(
     logs: Mapping[int, EventLog],
-    started: Mapping[int, tuple[RunTask, float]] | None = None,
+    started: Mapping[int, tuple[Run, float]] | None = None,
     *,
     report: WaitForReport | None = None,
     rank: int = 0,

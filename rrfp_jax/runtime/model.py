@@ -5,8 +5,9 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.core.replicas`), which ar
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations
@@ -400,7 +401,7 @@ class HostedModel:
                 return [*variants, *more], [*of_bucket, *shifted]
 
         def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
-            with count.counting(), settings(), tracing_for(self._target):
+            with compiling():
                 together = self._compile_updates(base, graph)
                 compiled = {
                     number: CompiledChunk(
@@ -428,14 +429,10 @@ class HostedModel:
                     compiled |= {self.copies.chunk(c, replica): each for c, each in passes}
             return base, together, compiled
 
-        def compile_pairs_of(base: int) -> PairPrograms:
-            found: PairPrograms = {}
+        @contextmanager
+        def compiling() -> Iterator[None]:
             with count.counting(), settings(), tracing_for(self._target):
-                for replica in self._grid(base).local_replicas:
-                    numbers = {c: self.copies.chunk(c, replica) for pair in in_pairs[base] for c, *_ in pair}
-                    own = {c: programs.chunks[number] for c, number in numbers.items()}
-                    found |= compile_pairs(own, in_pairs[base], self._store)
-            return found
+                yield
 
         # Threads help, since XLA releases the GIL while it compiles.
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
@@ -456,8 +453,7 @@ class HostedModel:
             programs.chunks.update(compiled)
             if together is not None:
                 programs.replicas[base] = together
-        for of_stage in self._in_queues(in_pairs, compile_pairs_of):
-            programs.pairs.update(of_stage)
+        self._compile_pairs(programs, in_pairs, compiling)
         programs.seconds.update(count.seconds)
         self._compiled[key] = programs
         return programs
@@ -470,10 +466,29 @@ class HostedModel:
         found = {}
         for stage, chunks in enumerate(self.placement.chunks_of_stage):
             own = {base: planned[base] for base in chunks if base in planned}
-            grid = self.grids[stage]
-            if own and mesh_of(grid.unit_sharding(grid.local_replicas[0])) is not None:
+            if own and self.grids[stage].unit_size > 1:
                 found[min(own)] = pairs_of(own)
         return found
+
+    def _compile_pairs(
+        self,
+        programs: HostedPrograms,
+        pairs: Mapping[int, Sequence[PairOfPrograms]],
+        compiling: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Adds programs of two to the compiled programs that they are made of; see :meth:`_pairs`."""
+
+        def of_stage(first: int) -> PairPrograms:
+            found: PairPrograms = {}
+            with compiling():
+                for replica in self._grid(first).local_replicas:
+                    numbers = {c: self.copies.chunk(c, replica) for pair in pairs[first] for c, *_ in pair}
+                    own = {c: programs.chunks[number] for c, number in numbers.items()}
+                    found |= compile_pairs(own, pairs[first], self._store)
+            return found
+
+        for found in self._in_queues(pairs, of_stage):
+            programs.pairs.update(found)
 
     def _in_queues(self, bases: Iterable[int], make: Callable[[int], _Made]) -> list[_Made]:
         """Returns the result of ``make`` for each of these hosted chunks, several at a time where that is allowed."""

@@ -10,6 +10,7 @@
 7. the stages, each with its arbiter, running.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
@@ -18,6 +19,7 @@ from math import ceil
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
+from rrfp_jax.core.dispatch import AUTO
 from rrfp_jax.core.rebalancing import OwnerPlanner, adopted_owners
 from rrfp_jax.core.replicas import (
     Replication,
@@ -53,6 +55,8 @@ from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_
 from rrfp_jax.runtime.stage_reduction import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import PipelineGraph, TaskKind
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,7 @@ def prepare_pipeline(
     Raises ValueError if chunks, graph, batch and memory do not fit, before anything runs.
     """
     process, num_replicas = model.process, model.process.layout.data
+    check_pairs(ordering, options)
     graph = _for_batch(graph, num_microbatches, ordering, num_replicas)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
@@ -118,8 +123,13 @@ def prepare_pipeline(
             progress,
             max_programs=options.max_programs,
             evaluation=evaluated,
-            check_plans=lambda planned: check_same_work(process, planned_work(model, planned), "plans"),
+            pairs=ordering.pairs,
+            check_plans=lambda planned: check_same_work(
+                process, planned_work(model, planned, pairs=ordering.pairs), "plans"
+            ),
         )
+        if ordering.pairs and (note := _note_on_pairs(model)) is not None:
+            _LOG.warning("%s", note)
         sizes, of_evaluation, devices = _gather_sizes(model, programs, buckets, evaluated)
         order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
         limit = options.memory_limit_bytes
@@ -137,7 +147,9 @@ def prepare_pipeline(
         model.connect(programs)
     copies = replication(graph, num_replicas)
     rules = model.updates.step_rules(num_replicas)
-    dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
+    # A task that is handed over early runs alone, so with pairs every choice waits for the end of the running task.
+    ahead = 0 if ordering.pairs else options.dispatch_ahead
+    dispatch = dispatch_of(ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
     arbiters = order.arbiters(
         rules,
         certain_ahead=dispatch.certain,
@@ -249,9 +261,17 @@ def compile_only(
     Raises ValueError if chunks, graph and batch do not fit.
     """
     process, num_replicas = model.process, model.process.layout.data
+    check_pairs(ordering, options)
     graph = _for_batch(graph, num_microbatches, ordering, num_replicas)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
-    programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
+    programs = model.compile(
+        graph,
+        buckets,
+        progress,
+        max_programs=options.max_programs,
+        evaluation=evaluated,
+        pairs=ordering.pairs,
+    )
     copies = replication(graph, num_replicas)
 
     def of_all_replicas(sizes: Mapping[int, ChunkSizes]) -> dict[int, ChunkBytes]:
@@ -274,6 +294,29 @@ def compile_only(
         forecast=tuple(forecast),
         evaluation=tuple(of_evaluation),
         limit_bytes=memory_bytes_of(process.own_device(process.units[0])) if limit is None else limit,
+    )
+
+
+def check_pairs(ordering: Ordering, options: RuntimeOptions) -> None:
+    """Raises ValueError for an order with pairs whose tasks would be handed over ahead of time."""
+    if ordering.pairs and options.dispatch_ahead not in (AUTO, 0):
+        raise ValueError(
+            f"dispatch_ahead is {options.dispatch_ahead!r}, and with pairs a stage chooses its next tasks once the "
+            f"running ones have ended: give dispatch_ahead {AUTO} or 0, or leave pairs out"
+        )
+
+
+def _note_on_pairs(model: HostedModel) -> str | None:
+    """Returns a sentence about the hosted stages of one device, whose pairs run as two programs; None if there are
+    none."""
+    layout = model.process.layout
+    stages = {layout.stage_of(unit) for unit in model.process.units}
+    alone = sorted(stage for stage in stages if model.grids[stage].unit_size == 1)
+    if not alone:
+        return None
+    return (
+        f"{'stage' if len(alone) == 1 else 'stages'} {', '.join(map(str, alone))} with one device each: pairs of tasks "
+        "run one after the other there, since no collective is to be hidden"
     )
 
 
@@ -428,6 +471,7 @@ def _stage_maker(
             meter=MemoryMeter(own, process.own_device(unit), remaking),
             send_array=send_array,
             in_transit=process.bytes_in_transit,
+            pairs=programs.pairs,
         )
         made.append(stage)
         if wrap is None:

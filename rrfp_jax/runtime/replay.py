@@ -9,13 +9,22 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
-from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
+from rrfp_jax.core import (
+    Event,
+    FinishStep,
+    IllegalTransition,
+    Instruction,
+    RunPair,
+    RunTask,
+    StageArbiter,
+    TaskFinished,
+)
 from rrfp_jax.core.explain import event_text, instruction_text
 from rrfp_jax.core.overlap import OverlappedArbiter
 from rrfp_jax.core.snapshot import rebuild
 from rrfp_jax.runtime.event_log import RunLog, Segment, StageLog, StageRecorder, open_segment
 from rrfp_jax.runtime.failure import WaitForReport, stage_state
-from rrfp_jax.schedules import COMPUTE
+from rrfp_jax.schedules import COMPUTE, Pair
 from rrfp_jax.schedules.timeline import Span, Timeline, Wait
 
 _Entry = TypeVar("_Entry", Span, Wait)
@@ -71,6 +80,7 @@ class StageReplay:
         self.last_event_s = run.taken_s
         self._last_end_s = float("-inf")
         self._dispatched_s: dict[RunTask, float] = {}
+        self._first_of_pairs = set[RunTask]()
         for number, segment in enumerate(log.segments):
             self._replay(segment, is_first=not number)
         self._recorder.end(self.last_event_s)
@@ -136,14 +146,23 @@ class StageReplay:
         if isinstance(event, TaskFinished):
             run = RunTask(event.step, event.task)
             start_s, lane = self._dispatched_s.pop(run, time_s), self._graph.lane(event.task.kind)
+            end_s = time_s
             if lane == COMPUTE:  # A task may have been dispatched behind another, which has just ended.
-                start_s, self._last_end_s = max(self._last_end_s, start_s), time_s
-            recorder.ran(run, start_s, time_s, lane)
+                start_s = max(self._last_end_s, start_s)
+                if run in self._first_of_pairs:  # As the actor has it, each task of a pair gets a half of the time.
+                    self._first_of_pairs.remove(run)
+                    end_s = (start_s + time_s) / 2
+                self._last_end_s = end_s
+            recorder.ran(run, start_s, end_s, lane)
         elif not was_active and self.arbiter.is_active:
             recorder.begin(event.step, time_s)
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._dispatched_s[instruction] = time_s
+            elif isinstance(instruction, RunPair):
+                first, second = (RunTask(instruction.step, task) for task in instruction.task)
+                self._dispatched_s |= {first: time_s, second: time_s}
+                self._first_of_pairs.add(first)
             elif isinstance(instruction, FinishStep):
                 recorder.end(time_s)
                 self.timeline.extend(recorder.take())
@@ -271,7 +290,8 @@ def standing(replay: StageReplay, microbatch: int, step: int) -> str:
 def _microbatches(record: Any) -> Iterator[int]:
     """Yields the microbatch of the task or message that an event, an instruction or a note is about, if any."""
     for name in ("task", "message"):
-        if (subject := getattr(record, name, None)) is not None:
-            yield subject.microbatch
+        subject = getattr(record, name, None)
+        for each in subject if isinstance(subject, Pair) else () if subject is None else (subject,):
+            yield each.microbatch
     if (note := getattr(record, "note", None)) is not None:
         yield from _microbatches(note)

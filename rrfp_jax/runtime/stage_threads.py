@@ -21,7 +21,8 @@ plus the time by which the thread woke up late: the start of the task was seen a
 
 Names in traces
 ---------------
-With ``names_tasks`` an annotation for :mod:`jax.profiler` encloses each task, with its name (``2F5``) and its step.
+With ``names_tasks`` an annotation for :mod:`jax.profiler` encloses each task, with its name (``2F5``, ``2F5+2B1`` for
+a pair) and its step.
 Where one thread launches and waits it is as long as the task. Elsewhere it is as long as the launch, and the device's
 own lines of the trace show the rest.
 """
@@ -38,12 +39,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.profiler import TraceAnnotation
 
-from rrfp_jax.core import DecisionTimer, Message, RunTask, TimingRule
+from rrfp_jax.core import DecisionTimer, Message, Run, RunTask, TimingRule
 from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.failure import error_text
 from rrfp_jax.runtime.sleeping import reduce_timer_slack, sleep_exactly
-from rrfp_jax.schedules import PipelineGraph, Task
+from rrfp_jax.schedules import Pair, PipelineGraph, Task
 from rrfp_jax.schedules.timeline import IdleReason
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,16 @@ class Launched(NamedTuple):
     wait: Callable[[], None] = lambda: None
     """Blocks until the task has ended, without holding up other threads, and raises the error that it failed with.
     Called once, in the order of launches."""
+
+
+def one_after_the_other(first: Launched, second: Launched) -> Launched:
+    """Returns the launches of the tasks of a pair as one, for an executor that has no program for both."""
+
+    def wait() -> None:
+        first.wait()
+        second.wait()
+
+    return Launched(first.begun_s, wait)
 
 
 class StageOutcome(NamedTuple):
@@ -83,8 +94,9 @@ class StageExecutor(Protocol):
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         """Takes the batch and the graph of a step, which may start later."""
 
-    def launch(self, step: int, task: Task) -> Launched:
-        """Gives one task to the devices, which run a stage's tasks one after another, in the order of launches.
+    def launch(self, step: int, task: Task | Pair) -> Launched:
+        """Gives one task, or two that run as one program, to the devices, which run what a stage launches one after
+        another, in the order of launches.
 
         The tasks before may still be running, so their results may be used here and not waited for.
         """
@@ -152,11 +164,11 @@ class AwaitedInputs:
         self.came.set()
 
 
-_Launch = Callable[[int, Task], Launched]
-"""Gives a task of a step to the devices."""
-_Done = Callable[[RunTask, float, float, BaseException | None], None]
+_Launch = Callable[[int, Task | Pair], Launched]
+"""Gives a task of a step, or a pair, to the devices."""
+_Done = Callable[[Run, float, float, BaseException | None], None]
 """Called with an instruction, its start and end (``time.perf_counter``) and its error, if any."""
-_Running = tuple[RunTask, float]
+_Running = tuple[Run, float]
 """An instruction, and the time of its start."""
 _WITHOUT_NAME = nullcontext()
 
@@ -331,7 +343,7 @@ class ComputeThread(StageThreads):
             del wait  # It holds results of the task, which nobody may keep alive here.
             self._done(instruction, start_s, end_s, error)
 
-    def _next(self) -> RunTask | None:
+    def _next(self) -> Run | None:
         while self._alarm is not None:
             (at_s, call), self._alarm = self._alarm, None
             try:
@@ -379,7 +391,7 @@ class LaunchAndWait(StageThreads):
         self._decide, self._timer = decide, DecisionTimer(rule or TimingRule())
         self._last: RunTask | None = None
         """Task launched last: every other task has its successor."""
-        self._due: _Running | None = None
+        self._due: tuple[RunTask, float] | None = None
         """Task whose successor is to be decided, and the time of that."""
         self._late_s = 0.0
         """Seconds by which the last decision was asked for too late."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
-from rrfp_jax.runtime.stage_threads import Launched, StageExecutor, StageOutcome
-from rrfp_jax.schedules import COMPUTE, Task, TaskKind
+from rrfp_jax.runtime.stage_threads import Launched, StageExecutor, StageOutcome, one_after_the_other
+from rrfp_jax.schedules import COMPUTE, Pair, Task, TaskKind
 from rrfp_jax.schedules.timeline import Span
 from rrfp_jax.testing.comparing import WrappedStage
 
@@ -95,7 +95,9 @@ class AcceleratedStage(WrappedStage):
         self.spans: list[Span] = []
         """Exact times of the device's tasks, complete for steps that have ended."""
 
-    def launch(self, step: int, task: Task) -> Launched:
+    def launch(self, step: int, task: Task | Pair) -> Launched:
+        if isinstance(task, Pair):  # The device takes as long for both as for each alone.
+            return one_after_the_other(self.launch(step, task.first), self.launch(step, task.second))
         since_s = time.perf_counter()
         inner = super().launch(step, task)
         lane = self._lanes_beside.get(task.kind, COMPUTE)

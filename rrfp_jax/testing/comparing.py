@@ -13,7 +13,7 @@ from rrfp_jax.core import Message
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Chunk, Params, param_specs, parts_of
 from rrfp_jax.runtime.stage_threads import Launched, StageExecutor, StageOutcome
-from rrfp_jax.schedules import Edge, PipelineGraph, Task
+from rrfp_jax.schedules import Edge, Pair, PipelineGraph, Task
 
 Delay = Callable[[int, Task], float]
 """Returns the seconds by which a task of a step is held up before it runs."""
@@ -38,7 +38,7 @@ class WrappedStage:
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._inner.begin(step, batch, graph)
 
-    def launch(self, step: int, task: Task) -> Launched:
+    def launch(self, step: int, task: Task | Pair) -> Launched:
         return self._inner.launch(step, task)
 
     def payload(self, step: int, message: Message) -> Any:
@@ -61,9 +61,9 @@ class DelayedStage(WrappedStage):
         super().__init__(inner)
         self._delay = delay
 
-    def launch(self, step: int, task: Task) -> Launched:
+    def launch(self, step: int, task: Task | Pair) -> Launched:
         begun_s = time.perf_counter()
-        time.sleep(self._delay(step, task))
+        time.sleep(sum(self._delay(step, each) for each in ((task,) if isinstance(task, Task) else task)))
         return super().launch(step, task)._replace(begun_s=begun_s)
 
 

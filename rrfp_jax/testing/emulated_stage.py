@@ -21,8 +21,8 @@ from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.mailbox import Mailbox, SendArray
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
-from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
-from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.runtime.stage_threads import Launched, StageOutcome, one_after_the_other
+from rrfp_jax.schedules import Op, Pair, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation.costs import Costs, InjectedSleeps, StageTimes
 
 DEFAULT_ACTIVATION_BYTES = 32
@@ -76,11 +76,13 @@ class EmulatedStage:
         self._graphs[step] = graph
         self._mailbox.begin(step)
 
-    def launch(self, step: int, task: Task) -> Launched:
+    def launch(self, step: int, task: Task | Pair) -> Launched:
         """Runs the task on the thread that launches it; its outputs leave the stage once it is waited for.
 
-        An operation has no program and takes its time.
+        An operation has no program and takes its time. A pair takes the time of both tasks.
         """
+        if isinstance(task, Pair):
+            return one_after_the_other(self.launch(step, task.first), self.launch(step, task.second))
         if task.kind in self._sleepers:
             begun_s = time.perf_counter()
             self._sleepers[task.kind].until(begun_s + self._duration_ms(step, task) * 1e-3)
