@@ -314,8 +314,9 @@ def _note_on_pairs(model: HostedModel) -> str | None:
     alone = sorted(stage for stage in stages if model.grids[stage].unit_size == 1)
     if not alone:
         return None
+    listed = ", ".join(map(str, alone))
     return (
-        f"{'stage' if len(alone) == 1 else 'stages'} {', '.join(map(str, alone))} with one device each: pairs of tasks "
+        f"{f'stage {alone[0]} has' if len(alone) == 1 else f'stages {listed} have'} one device each: pairs of tasks "
         "run one after the other there, since no collective is to be hidden"
     )
 

@@ -1,0 +1,313 @@
+"""Two tasks that run as one program make the bits that each makes alone, and train what the plain loop trains."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.core import Ordering, RunPair, StepRules
+from rrfp_jax.core.replicas import Replication
+from rrfp_jax.layout import Layout
+from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.programs.batches import Buckets, StepBatch
+from rrfp_jax.programs.microbatch_programs import compile_pair
+from rrfp_jax.programs.program_text import ProgramText
+from rrfp_jax.runtime.event_log import RunLog
+from rrfp_jax.runtime.model import HostedModel, HostedPrograms
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage import ProgramStage
+from rrfp_jax.runtime.stage_memory import MemoryMeter
+from rrfp_jax.schedules import (
+    Op,
+    Pair,
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    Task,
+    TaskKind,
+    build_schedule,
+    chain,
+    linear,
+)
+from tests.pipelines import take
+from tests.plain_loop import assert_same_training, train_plainly
+from tests.programs.toys import VOCAB, plain_model
+from tests.test_pipeline_kinds import counting, num_compiled
+
+NUM_MICROBATCHES, NUM_ROWS, LENGTH = 4, 2, 8
+OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
+ON_ONE_STAGE = Placement((0, 0))
+FUSED = "0F0 1F0 0F1+1B0 1F1+0B0 1B1 0F2+0B1 1F2 1B2 0B2"
+SPLIT = "0F0 1F0 0F1+1I0 1F1+0I0 0F2+1W0 1I1+0W0 1F2+1W1 0I1 1I2+0W1 0I2+1W2 0W2"
+
+
+@cache
+def make_batches(number: int = 6) -> list[dict[str, np.ndarray]]:
+    """Counting sequences; microbatches differ in weight."""
+    rng, batches = np.random.default_rng(0), []
+    for _ in range(number):
+        start = rng.integers(0, VOCAB, (NUM_MICROBATCHES, NUM_ROWS, 1))
+        sequence = ((start + np.arange(LENGTH + 1)) % VOCAB).astype(np.int32)
+        weights = (rng.random((NUM_MICROBATCHES, NUM_ROWS, LENGTH)) < 0.8).astype(np.float32)
+        batches.append({"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights})
+    return batches
+
+
+def num_pairs(log: RunLog) -> int:
+    """Returns how many pairs the stages of a log were asked to run, as far back as it goes."""
+    entries = (entry for stage in log.stages for segment in stage.segments for entry in segment.entries)
+    return sum(isinstance(instruction, RunPair) for _, instructions in entries for instruction in instructions)
+
+
+def parsed(text: str) -> list[Task | Pair]:
+    tasks = [[*map(Task.parse, each.split("+"))] for each in text.split()]
+    return [Pair(*each) if len(each) > 1 else each[0] for each in tasks]
+
+
+class OneStage:
+    """A stage with both chunks of a small model, and its programs; no arbiter chooses its tasks."""
+
+    def __init__(self, *, split: bool, num_devices: int = 2) -> None:
+        self.graph: PipelineGraph = chain(2, 3, split=split)
+        chunks = plain_model((1, 1), tied=False)
+        process = Process(Layout(num_stages=1, mesh={"tensor": num_devices}), num_devices=num_devices)
+        rules = UpdateRules()
+        self.model = HostedModel(
+            chunks,
+            ON_ONE_STAGE,
+            process,
+            optimizer=OPTIMIZER,
+            updates=rules,
+            seed=0,
+            remat=("none", "none"),
+        )
+        bucket = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in make_batches()[0].items()}
+        self.buckets = Buckets(chunks, [bucket])
+        self.counted: list[tuple[int, int]] = []
+        self.programs: HostedPrograms = self.model.compile(
+            self.graph, self.buckets, lambda *counts: self.counted.append(counts), pairs=True
+        )
+
+    def stage(self, *, pairs: bool) -> ProgramStage:
+        programs = self.programs.chunks
+        for chunk in programs.values():
+            _ = chunk.of().constants
+        stage = ProgramStage(
+            0,
+            programs,
+            self.model.initial_state(self.graph, jax.random.key(0)).chunks,
+            graph=self.graph,
+            placement=ON_ONE_STAGE,
+            copies=Replication(num_chunks=2, num_microbatches=3, num_replicas=1),
+            update_rules=UpdateRules(),
+            step_rules=StepRules(),
+            stop_requests=SimpleNamespace(),  # type: ignore[arg-type]
+            replicas=None,
+            meter=MemoryMeter(programs, jax.devices()[0]),
+            send_array=lambda value, receiver, message, bucket, step: value,
+            pairs=self.programs.pairs if pairs else None,
+        )
+        stage.begin(0, StepBatch(leaves=make_batches()[0], buckets=[0] * 3), self.graph)
+        return stage
+
+    def results(self, tasks: Sequence[Task | Pair], *, pairs: bool) -> list[np.ndarray]:
+        """The bits of the gradients, and of the losses in the order of microbatches."""
+        stage = self.stage(pairs=pairs)
+        for task in tasks:
+            stage.launch(0, task).wait()
+        losses = sorted(stage._steps[0].losses)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves((losses, stage.states[0].accumulators))] + [
+            np.asarray(leaf) for leaf in jax.tree.leaves(stage.states[1].accumulators)
+        ]
+
+
+@pytest.fixture(scope="module", params=[FUSED, SPLIT], ids=["fused", "split"])
+def made(request: pytest.FixtureRequest) -> tuple[OneStage, str]:
+    return OneStage(split=request.param == SPLIT), request.param
+
+
+def test_pairs_make_the_bits_of_their_tasks_in_either_order(made: tuple[OneStage, str]) -> None:
+    stage, text = made
+    tasks = parsed(text)
+    alone = parsed(text.replace("+", " "))
+    turned = [Pair(task.second, task.first) if isinstance(task, Pair) else task for task in tasks]
+    expected = stage.results(alone, pairs=False)
+    assert any(each.any() for each in expected)
+    for given, has_programs in ((tasks, True), (turned, True), (tasks, False)):
+        for found, known in zip(stage.results(given, pairs=has_programs), expected, strict=True):
+            np.testing.assert_array_equal(found, known)
+
+
+def test_a_pair_runs_the_program_of_both_and_takes_over_what_each_would(made: tuple[OneStage, str]) -> None:
+    one, text = made
+    stage, ran = one.stage(pairs=True), 0
+    for task in parsed(text):
+        before = [*jax.tree.leaves(stage.states[0].accumulators), *jax.tree.leaves(stage.states[1].accumulators)]
+        launched = stage.launch(0, task)
+        *_, enqueued, _read = launched.wait.args  # type: ignore[attr-defined]
+        # The first chunk sends no gradient, so that its I has no program.
+        assert (enqueued.pair is not None) == (isinstance(task, Pair) and "0I" not in str(task))
+        ran += enqueued.pair is not None
+        launched.wait()
+        adds = any(each.kind in "BW" for each in (task if isinstance(task, Pair) else (task,)))
+        assert any(leaf.is_deleted() for leaf in before) == adds
+        del before
+    assert ran == (3 if text == FUSED else 5)
+
+
+def test_pair_programs_hold_the_work_of_both(made: tuple[OneStage, str]) -> None:
+    one, text = made
+    titles = [title for chunk in one.programs.chunks.values() for title in chunk.compiled if title.startswith("pair ")]
+    assert len(titles) == len(one.programs.pairs) == (4 if text == FUSED else 8)
+    done, total = one.counted[-1]
+    assert done == total == len({id(p) for chunk in one.programs.chunks.values() for p in chunk.compiled.values()})
+    for both, pair in one.programs.pairs.items():
+        texts = [ProgramText(program.as_text() or "") for program in (*both, pair.compiled)]
+        *alone, together = (sum(text.products.values()) for text in texts)
+        assert together == sum(alone) > 0
+        # The compiler may send several arrays by one collective.
+        *alone, together = (sum(moved.num_bytes for moved in text.collectives.values()) for text in texts)
+        assert together == sum(alone) > 0
+
+
+def test_pairs_share_programs_between_chunks_of_a_kind() -> None:
+    """Stage 1 has two chunks of one kind, so that its four pairs of B and F are one program."""
+    config = LanguageModelConfig(vocab_size=VOCAB, hidden=8, num_layers=4, num_heads=2, mlp_dim=8)
+    counts = []
+    for pairs in (False, True):
+        with make_pipeline(language_model(config).split(4), Placement((0, 1, 1, 0)), pairs=pairs) as pipeline:
+            pipeline.init(jax.random.key(0))
+            with counting() as compiled:
+                pipeline.prepare(make_batches()[0])
+            counts.append(num_compiled(compiled))
+            names = [name for each in pipeline.chunk_sizes.values() for name in each.temporaries if "pair" in name]
+            assert len(names) == 8 * pairs
+    assert counts[1] - counts[0] == 4 + 1
+
+
+def test_a_pair_that_does_not_fit_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = plain_model((1, 1), tied=False)
+    with make_pipeline(chunks, linear(2), pairs=True) as pipeline:
+        pipeline.init(jax.random.key(0))
+        pipeline.prepare(make_batches()[0])
+        most = max(each.peak for each in pipeline.forecast)
+    monkeypatch.setattr(
+        "rrfp_jax.programs.compiled.compile_pair",
+        lambda *each: compile_pair(*each)._replace(temporaries=1 << 30),
+    )
+    with make_pipeline(chunks, linear(2), pairs=True, memory_limit=2 * most) as pipeline:
+        pipeline.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="is predicted to need 1.* GiB"):
+            pipeline.prepare(make_batches()[0])
+
+
+# -- whole pipelines ---------------------------------------------------------------------------------------------------
+
+
+def make_pipeline(
+    chunks: Sequence[Any], placement: Placement, *, tensor: int = 2, trains: bool = True, **options: Any
+) -> Pipeline:
+    records = {
+        name: record(**take(options, *(field.name for field in fields(record))))  # type: ignore[arg-type]
+        for name, record in (("updates", UpdateRules), ("ordering", Ordering), ("options", RuntimeOptions))
+    }
+    process = Process(Layout(num_stages=placement.num_stages, mesh={"tensor": tensor}))
+    return Pipeline(chunks, placement=placement, process=process, optimizer=OPTIMIZER, trains=trains, **records)
+
+
+def table(name: str, num_stages: int) -> Any:
+    return build_schedule(name, ScheduleRequest(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES))
+
+
+WAYS: Mapping[str, tuple[Placement, Any]] = {
+    "1f1b": (linear(2), lambda: {"schedule": table("1f1b", 2)}),
+    "1f1b strict": (linear(2), lambda: {"schedule": table("1f1b", 2), "consume": "strict"}),
+    "zb-h1": (linear(2), lambda: {"schedule": table("zb-h1", 2)}),
+    "readiness, split": (linear(2), lambda: {"hint": "bfw", "window": 3}),
+    "two chunks a stage on a V": (Placement((0, 1, 1, 0)), lambda: {"hint": "bf-deep", "window": 3}),
+    "two chunks a stage on a V, split": (
+        Placement((0, 1, 1, 0)),
+        lambda: {"hint": "bf-deep", "window": 3, "backward": "split"},
+    ),
+}
+
+
+@cache
+def plain(num_chunks: int) -> tuple[list[float], Any]:
+    chunks = plain_model((1,) * num_chunks)
+    with Pipeline(chunks, placement=linear(num_chunks), optimizer=OPTIMIZER) as pipeline:
+        params = jax.tree.map(np.array, pipeline.params(pipeline.init(jax.random.key(1))))
+    return train_plainly(chunks, params, OPTIMIZER, make_batches(), clip_norm=1.0)
+
+
+@pytest.mark.parametrize("tensor", [2, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_pairs_train_what_the_plain_loop_does_and_compile_nothing_on_the_way(way: str, tensor: int) -> None:
+    placement, options = WAYS[way]
+    num_chunks = placement.num_chunks
+    with make_pipeline(
+        plain_model((1,) * num_chunks), placement, tensor=tensor, pairs=True, clip_norm=1.0, **options()
+    ) as pipeline:
+        state = pipeline.init(jax.random.key(1))
+        pipeline.prepare(make_batches()[0])
+        results = []
+        with counting() as compiled:
+            for batch in make_batches():
+                state, metrics = pipeline.step(state, batch)
+                results.append(metrics)
+            losses = [metrics.result().loss for metrics in results]
+        assert not num_compiled(compiled)
+        params = jax.tree.map(np.array, pipeline.params(state))
+        peaks, forecast = metrics.result().peak_memory_bytes, [each.peak for each in pipeline.forecast]
+        log = pipeline.runtime.event_log()
+    assert_same_training(losses, params, *plain(num_chunks))
+    assert all(0 < peak <= most for peak, most in zip(peaks, forecast, strict=True))
+    assert num_pairs(log) >= 0  # how many there are depends on timing
+
+
+# -- refusals and notes ------------------------------------------------------------------------------------------------
+
+
+def refused(message: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        make_pipeline(plain_model((1, 1)), linear(2), pairs=True, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_pairs_are_refused_with_what_runs_tasks_one_by_one() -> None:
+    refused("leave pairs out", delay=1)
+    refused("leave pairs out of deterministic runs", deterministic=True)
+    op = Op(letter="X", after=TaskKind.F, before=TaskKind.B)
+    with pytest.raises(ValueError, match="operations run between single tasks: leave pairs out"):
+        Ordering(pairs=True, ops=(op,))
+
+
+def test_a_strict_order_may_have_pairs_in_deterministic_runs() -> None:
+    Ordering(schedule=table("1f1b", 2), consume="strict", pairs=True).check_deterministic()
+    with pytest.raises(ValueError, match="depends on what is ready"):
+        Ordering(schedule=table("1f1b", 2), pairs=True).check_deterministic()
+
+
+@pytest.mark.parametrize("ahead", ["certain", "just-in-time"])
+def test_tasks_handed_over_early_and_pairs_exclude_each_other(ahead: str) -> None:
+    with make_pipeline(plain_model((1, 1)), linear(2), pairs=True, dispatch_ahead=ahead) as pipeline:
+        pipeline.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="give dispatch_ahead auto or 0, or leave pairs out"):
+            pipeline.prepare(make_batches()[0])
+
+
+def test_stages_of_one_device_compile_no_pairs_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with make_pipeline(plain_model((1, 1)), linear(2), pairs=True, tensor=1) as pipeline:
+        pipeline.init(jax.random.key(0))
+        pipeline.prepare(make_batches()[0])
+        assert not any("pair" in name for each in pipeline.chunk_sizes.values() for name in each.temporaries)
+    (note,) = (record.getMessage() for record in caplog.records if "pairs" in record.getMessage())
+    assert note.startswith("stages 0, 1 have one device each: pairs of tasks run one after the other there")
