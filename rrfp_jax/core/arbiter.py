@@ -49,6 +49,11 @@ Beside compute
 Where the graph has operations on lanes of their own (:mod:`rrfp_jax.schedules.operations`), the stage runs one task on
 each of these engines beside those of its compute lane, to which alone the hint, consumption and dispatch ahead apply.
 
+Pairs
+-----
+Where a stage joins tasks (:mod:`rrfp_jax.core.dispatch`), a task may start with a partner: both run as one program, and
+both end before the stage chooses again.
+
 Steps of another kind
 ---------------------
 A step that evaluates, or that has other owners of its microbatches, runs by another
@@ -69,7 +74,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NoReturn, Self
 
-from rrfp_jax.core.dispatch import AHEAD, HELD, NOTHING, Certainty, Engines, ReadySet
+from rrfp_jax.core.dispatch import AHEAD, HELD, NOTHING, Certainty, Engines, ReadySet, best_partner
 from rrfp_jax.core.events import (
     Announce,
     ClockTick,
@@ -82,6 +87,7 @@ from rrfp_jax.core.events import (
     Instruction,
     Message,
     MessageKind,
+    RunPair,
     RunTask,
     Send,
     StepStarted,
@@ -104,7 +110,7 @@ from rrfp_jax.core.memory import Footprint, ReadAhead, Window, check_weights
 from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, StepRules, end_followers
 from rrfp_jax.core.replicas import StepOwners
 from rrfp_jax.core.stage_setup import OwnerModes, StageSetup, StepMode, StepPlan
-from rrfp_jax.schedules import Absences, PipelineGraph, Task
+from rrfp_jax.schedules import Absences, Pair, PipelineGraph, Task
 
 _TAKEN = MessageKind.TAKEN
 _Sends = tuple[tuple[Message, int], ...]
@@ -542,7 +548,7 @@ class StageArbiter:
             running = self._running
             running.remove(node)
             if foresight is not None:
-                foresight.finish(self._ranked.position[node], self._now_s)
+                foresight.finish(self._ranked.position[node], self._now_s, goes_on=self._mode.joins and bool(running))
                 # A certain choice that was handed over behind this task begins now, where its inputs are there.
                 if self._certainty is not None and running and running[0] not in self._pending.awaiting:
                     self._announce(foresight.announcements(self._ranked.position[running[0]]), out)
@@ -670,8 +676,39 @@ class StageArbiter:
                     position = self._look_ahead(foresight, position, heads, out)
             if position is None:
                 return
-            self._hint_state = state
-            self._start(self._ranked.at[position], position, out)
+            if not self._mode.joins:
+                self._hint_state = state
+                self._start(self._ranked.at[position], position, out)
+            elif not self._start_joined(position, state, out):
+                return
+
+    def _start_joined(self, position: int, state: int, out: list[Instruction]) -> bool:
+        """Start a task, and with it a partner if there is one. Returns whether it started: a row may ask to wait."""
+        ranked, before = self._ranked, len(out)
+        node, partner = ranked.at[position], None
+        if (named := self._mode.partner_in_row(ranked, position)) is not None:
+            if not self._may_join(node, ranked.at[named]):
+                return False
+            partner, state = named, state + 1
+        self._hint_state = state
+        self._start(node, position, out)
+        if not self.consumption.is_strict:
+            partner = best_partner(ranked.plan.tasks[node].kind, self._heads(), ranked)
+        if partner is None:
+            return True
+        second = ranked.at[partner]
+        if self._waiting[second]:  # W of the very I: whatever follows that on this stage may count on its end
+            self._count_as_ended(node, out)
+        behind = len(out)
+        self._start(second, partner, out)
+        del out[behind]
+        out[before] = RunPair(self.step, Pair(ranked.plan.tasks[node], ranked.plan.tasks[second]))  # type: ignore[arg-type]
+        return True
+
+    def _may_join(self, node: int, partner: int) -> bool:
+        """Returns whether the task at ``partner`` is ready, or is the W of the task at ``node``."""
+        left = self._waiting[partner]
+        return not left or (left == 1 and partner in self._ranked.plan.dependents[node])
 
     def _counts_on(self, out: list[Instruction]) -> bool:
         """Let the running task be due from its start, if none is. Returns whether a certain choice may go behind it."""

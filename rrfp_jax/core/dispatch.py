@@ -42,6 +42,22 @@ In a group the leader's choice travels while the task before it runs, and each m
 Certain choices go early with just-in-time dispatch too: they equal the choice at the very end, so the order is the
 same, and the device has them in time however short the task before is.
 
+Pairs
+-----
+A pair is two tasks that one program runs: F of one microbatch, and B, I or W of another, or I of one and W of another.
+Collectives inside each, such as the sums of tensor-parallel layers, then hide behind the other's products; in a program
+by itself F or I waits for them (STP, 2510.27257; DualPipe, 2412.19437). Both tasks start together and end together.
+
+A stage that goes by readiness chooses a task as ever, starts it, and looks among the tasks that are ready and
+admissible then for a partner: to F first a backward, then W; to a backward first F, then W if it is I; to W an F, then
+I. So a pair needs no more than its two tasks need one after the other, in memory too: the second is admitted with the
+first held. A stage that keeps to a row joins the entries that its table names, and waits until both are ready; the W of
+an I may be its partner in a row, which makes a whole backward of them.
+
+Nothing new can deadlock. Both tasks of a pair are ready as it starts, so it ends; then the stage is in a state to which
+it could have come by running one after the other. A row's pair waits for inputs of both at once, and whether all rows
+end so is checked with the table.
+
 Just in time
 ------------
 A driver that posts :class:`rrfp_jax.core.DecideNow` asks a :class:`DecisionTimer` for the moment. The timer learns two
@@ -178,6 +194,23 @@ def _first_that_fits(
 def _holds(positions: list[int], position: int) -> bool:
     place = bisect_left(positions, position)
     return place < len(positions) and positions[place] == position
+
+
+_PARTNERS = {TaskKind.F: (1, 2), TaskKind.B: (0,), TaskKind.I: (0, 2), TaskKind.W: (0, 1)}
+"""For each kind of task the lanes in which to look for its partner, the best first."""
+
+
+def best_partner(kind: TaskKind, heads: Heads, ranked: StepPlan) -> int | None:
+    """Returns the position of the task that runs in one program with a task of this kind; None: it runs alone.
+
+    ``heads``: the best admissible position of each lane, now that the task has started.
+    """
+    for lane in _PARTNERS.get(kind, ()):
+        head = heads[lane]
+        # B adds to the gradients as W does, and neither hides the other's sums.
+        if head is not None and not (kind is TaskKind.W and ranked.task_at[head].kind is TaskKind.B):
+            return head
+    return None
 
 
 class Certainty:

@@ -113,6 +113,8 @@ class Order:
     delays: tuple[int, ...] = ()
     """One per stage: how many updates the weights of a step lack; with 1, the stage has two steps under way. Empty: no
     stage's lack any."""
+    pairs: bool = False
+    """Whether stages run two tasks as one program where they can."""
     table_for: Callable[[int], ScheduleTable | None] = field(default=lambda _: None, compare=False)
     """Returns one replica's table for another number of microbatches, for steps in which owners change; None: there is
     none, or no table ranks the tasks."""
@@ -199,9 +201,12 @@ class Order:
                 evaluation_batches=evaluation_batches,
                 other_rows=OtherRows(partial(self._other_row, stage)),
                 delay=delays[stage],
+                pairs=self.pairs,
             )
             for stage in wanted
         }
+        if self.pairs and any(number > 1 for _, number in wanted.values()):
+            raise ValueError("pairs are for stages of one process: give every stage one process")
         if self.delay and any(number > 1 for _, number in wanted.values()):
             raise ValueError("steps that overlap are for stages of one process: give every stage one process")
         return [
@@ -326,6 +331,11 @@ class Ordering:
                 f"steps that overlap (delay {self.delay}) go by readiness within a window: leave out consume {STRICT}, "
                 "footprint and foresight"
             )
+        if self.pairs and (self.delay or self.ops or (self.schedule is not None and self.schedule.graph.ops)):
+            raise ValueError(
+                "pairs go neither with steps that overlap (delay) nor with operations, such as offload: leave out one "
+                "of them"
+            )
         if self.ops and self.follows_table:
             raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
         if any(op.waits for op in self.ops):
@@ -411,6 +421,8 @@ class Ordering:
             label = f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
         if self.delay:
             label += " without a flush"
+        if self.pairs:
+            label += " in pairs"
         table = None if self._table is None else replicated_table(self._table, num_replicas)
         footprints = self._footprints(placement, graph, num_replicas)
         order = Order(
@@ -424,6 +436,7 @@ class Ordering:
             foresight=self._foresight(),
             footprints=footprints,
             delays=delays * num_replicas,
+            pairs=self.pairs,
             table_for=lru_cache(maxsize=8)(self._table_for),
         )
         return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
@@ -522,7 +535,7 @@ class Ordering:
         self, hint: str, table: ScheduleTable | None, num_stages: int, footprints: tuple[int, ...] | None
     ) -> tuple[Consumption, ...]:
         if table is not None and self.consume == STRICT:
-            return tuple(strict(order) for order in table.orders)
+            return tuple(strict(order, table.pairs) for order in table.orders)
         if table is not None and hint == SCHEDULE:
             limits = footprints or (None,) * num_stages
             consumptions = []

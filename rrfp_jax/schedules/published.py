@@ -121,6 +121,7 @@ from rrfp_jax.schedules.language import (
     block,
     like,
     owed,
+    pair,
     quickest,
     rounds,
     rule,
@@ -549,7 +550,29 @@ def dual_pipe_v(s: Stage) -> TaskOrder:
             f"give num_microbatches={2 * s.p} or take zb-v"
         )
     order = F[down] * (2 * after) + (F[down] + F[back]) * here + (B[back] + F[back]) * after
-    order += (F[down] + B[back] + F[back] + B[down]) * (s.m - 2 * s.p + here)
-    order += (B[back] + F[back] + B[down]) * after
+    order += (pair(F[down] + B[back]) + pair(F[back] + B[down])) * (s.m - 2 * s.p + here)
+    order += (B[back] + pair(F[back] + B[down])) * after
     order += (B[back] + B[down]) * (here // 2) + (B[back] + I[down]) * (here % 2) + (I[back] + I[down]) * (here // 2)
     return order + (owed + I[down]) * after + owed.rest
+
+
+@schedule("stp", source="STP, arXiv 2510.27257", constraints="at least 3 num_stages - 1 microbatches", **_FACTS)
+def stp(s: Stage) -> TaskOrder:
+    """Forwards and backwards in pairs, whose tensor-parallel sums hide behind each other; W fills the drain."""
+    (down, back), p, after, here = s.chunks, s.p, s.p - 1 - s.i, s.i + 1
+    steady = 2 * (s.m - 3 * p + here) + 1
+    if s.m < 3 * p - 1:
+        raise ValueError(
+            f"stp needs at least 3 * num_stages - 1 = {3 * p - 1} microbatches for its phases, not {s.m}: give "
+            f"num_microbatches={3 * p - 1} or take dualpipe-v"
+        )
+    order = F[down] * (2 * after) + (F[down] + F[back]) * here
+    order += F[down] * (here % 2) + pair(F[down] + F[down]) * (here // 2)
+    order += (pair(F[back] + I[back]) + pair(F[down] + owed)) * after
+    for turn in range(steady):
+        # The last backwards of a stage leave their W for the drain.
+        kind = I if turn >= steady - s.i else B
+        order += pair(F[down] + kind[down]) if turn % 2 else pair(F[back] + kind[back])
+    order += (pair(B[down]) + pair(F[back] + I[back])) * (s.m - p - steady // 2 - 1)
+    order += (pair(B[down]) + pair(B[back])) * here
+    return order + (pair(B[down]) + owed * 2) * after + pair(B[down]) + owed.rest
