@@ -653,7 +653,8 @@ class StageArbiter:
         certainty, running = self._certainty, self._running
         if certainty is None and len(running) >= self._capacity:
             return  # most events come while a task runs
-        choose = self._mode.consumption.choose
+        mode = self._mode
+        choose, start = mode.consumption.choose, self._start_joined if mode.joins else self._start
         while len(running) < self._capacity or (certainty is not None and self._counts_on(out)):
             if not any(self._ready.lanes):
                 promised = self._promised_next() if self._pending.promised else None
@@ -674,41 +675,37 @@ class StageArbiter:
                     foresight.release()
                 elif position != foresight.next:
                     position = self._look_ahead(foresight, position, heads, out)
-            if position is None:
+            if position is None or (mode.row_pairs and self._lacks_partner(position)):
                 return
-            if not self._mode.joins:
-                self._hint_state = state
-                self._start(self._ranked.at[position], position, out)
-            elif not self._start_joined(position, state, out):
-                return
+            self._hint_state = state
+            start(self._ranked.at[position], position, out)
 
-    def _start_joined(self, position: int, state: int, out: list[Instruction]) -> bool:
-        """Start a task, and with it a partner if there is one. Returns whether it started: a row may ask to wait."""
+    def _lacks_partner(self, position: int) -> bool:
+        """Returns whether the row joins the entry at this position with the next one, and that is not ready."""
+        partner = self._mode.partner_in_row(self._ranked, position)
+        if partner is None or not (left := self._waiting[self._ranked.at[partner]]):
+            return False
+        return left > 1 or self._ranked.at[partner] not in self._ranked.plan.dependents[self._ranked.at[position]]
+
+    def _start_joined(self, node: int, position: int, out: list[Instruction]) -> None:
+        """Start a task, and in the same program its partner, if there is one."""
         ranked, before = self._ranked, len(out)
-        node, partner = ranked.at[position], None
-        if (named := self._mode.partner_in_row(ranked, position)) is not None:
-            if not self._may_join(node, ranked.at[named]):
-                return False
-            partner, state = named, state + 1
-        self._hint_state = state
+        partner = self._mode.partner_in_row(ranked, position)
         self._start(node, position, out)
         if not self.consumption.is_strict:
             partner = best_partner(ranked.plan.tasks[node].kind, self._heads(), ranked)
+        elif partner is not None:
+            self._hint_state += 1
         if partner is None:
-            return True
-        second = ranked.at[partner]
-        if self._waiting[second]:  # W of the very I: whatever follows that on this stage may count on its end
+            return
+        second, behind = ranked.at[partner], len(out)
+        if self._waiting[second]:
+            # W of the I that has just started: it follows in the same program, so it may count that as ended.
             self._count_as_ended(node, out)
-        behind = len(out)
         self._start(second, partner, out)
         del out[behind]
-        out[before] = RunPair(self.step, Pair(ranked.plan.tasks[node], ranked.plan.tasks[second]))  # type: ignore[arg-type]
-        return True
-
-    def _may_join(self, node: int, partner: int) -> bool:
-        """Returns whether the task at ``partner`` is ready, or is the W of the task at ``node``."""
-        left = self._waiting[partner]
-        return not left or (left == 1 and partner in self._ranked.plan.dependents[node])
+        pair = Pair(ranked.plan.tasks[node], ranked.plan.tasks[second])
+        out[before] = RunPair(self.step, pair)  # type: ignore[arg-type]
 
     def _counts_on(self, out: list[Instruction]) -> bool:
         """Let the running task be due from its start, if none is. Returns whether a certain choice may go behind it."""

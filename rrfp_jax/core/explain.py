@@ -21,6 +21,7 @@ from rrfp_jax.core.events import (
     Message,
     MessageKind,
     Note,
+    RunPair,
     RunTask,
     Send,
     StepStarted,
@@ -171,7 +172,7 @@ def event_text(event: Event) -> str:
 
 
 def instruction_text(instruction: Instruction) -> str:
-    if isinstance(instruction, RunTask):
+    if isinstance(instruction, RunTask | RunPair):
         return f"{instruction.task} was dispatched"
     if isinstance(instruction, Send):
         return f"the {instruction.message} was sent"
@@ -221,7 +222,8 @@ def check_invariants(arbiter: "StageArbiter") -> None:
     assert due == ([] if arbiter._due is None else [arbiter._due])
     assert not arbiter._is_told or arbiter._running[-1] == arbiter._due
     assert {*arbiter._running, *beside} == {n for n, left in unfinished if left in (RUNNING, DUE)}
-    assert len(arbiter._running) <= arbiter._capacity == 1 + len(due)
+    assert len(arbiter._running) <= arbiter._capacity + arbiter._mode.joins
+    assert arbiter._capacity == 1 + len(due)
     assert arbiter._left == len(unfinished) + arbiter._end_waits
     _check_window(arbiter, unfinished)
     if arbiter._footprint is not None:

@@ -322,6 +322,8 @@ def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:
             for r in range(num_replicas)
             for row in table.rows
         ),
-        pairs=frozenset(Pair(*(copies.task(task, r) for task in pair)) for pair in table.pairs for r in range(num_replicas)),
+        pairs=frozenset(
+            Pair(*(copies.task(task, r) for task in pair)) for pair in table.pairs for r in range(num_replicas)
+        ),
         weights_fill=table.weights_fill,
     )

@@ -259,9 +259,11 @@ class StepMode:
         self.graph, self.rules, self.consumption = setup.graph, setup.rules, setup.consumption
         self.footprint, self.capacity, self.evaluates = setup.footprint, setup.capacity, evaluates
         self.owners, self.foresight = setup.owners, setup.foresight
+        is_strict = self.consumption.is_strict
         self.joins = setup.pairs
         """Whether tasks may start with a partner."""
-        is_strict = self.consumption.is_strict
+        self.row_pairs = self.consumption.pairs if setup.pairs and is_strict else frozenset()
+        """The entries of a row that is kept to which must start together."""
         self.limit = None if is_strict or setup.footprint is not None else setup.window
         """How many microbatches the stage may hold; None: as many as come."""
         self.read_ahead = () if is_strict else setup.read_ahead
@@ -299,9 +301,9 @@ class StepMode:
     def partner_in_row(self, ranked: "StepPlan", position: int) -> int | None:
         """Returns the next position, if the row that the stage keeps to joins its task with the one at ``position``."""
         behind, tasks = position + 1, ranked.task_at
-        if not self.consumption.pairs or behind == len(tasks):
+        if not self.row_pairs or behind == len(tasks):
             return None
-        return behind if Pair(tasks[position], tasks[behind]) in self.consumption.pairs else None
+        return behind if Pair(tasks[position], tasks[behind]) in self.row_pairs else None
 
 
 class OwnerModes:

@@ -1,7 +1,8 @@
 """Orders: the tasks of a stage, phase by phase, as the published constructions are written.
 
-``a + b`` is a and then b; ``a * n`` is a, n times; ``pair(a)`` is a, whose first two tasks a stage may run as one program; ``a.until(F[c])`` is a again and again until all F of chunk c are
-there. A B of a split backward is I with its W right behind it.
+``a + b`` is a and then b; ``a * n`` is a, n times; ``a.until(F[c])`` is a again and again until all F of chunk c are
+there; ``pair(a)`` is a, whose first two tasks a stage may run as one program. A B of a split backward is I with its W
+right behind it.
 
 A *stream*, such as ``F[c]``, is all passes of a kind on a stage, numbered from 0: by microbatch on each chunk, or as
 :meth:`Stream.over` lists them. As a phase it is the next microbatch of that kind on that chunk, or nothing where none
