@@ -87,7 +87,8 @@ from rrfp_jax.schedules import Task, TaskKind
 AUTO = "auto"
 JUST_IN_TIME = "just-in-time"
 CERTAIN = "certain"
-DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME} (in place of a number of tasks), {CERTAIN}, or 0"
+PAIRS = "pairs"
+DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME} (in place of a number of tasks), {CERTAIN}, {PAIRS}, or 0"
 """All values that users may give, for messages."""
 HELD = NUM_LANES
 """The number of the list, behind the lanes, with the forwards of held microbatches."""
@@ -283,6 +284,9 @@ class Dispatch(NamedTuple):
     """Whether the next one is handed over as soon as nothing that may happen changes the choice
     (:mod:`rrfp_jax.core.dispatch`)."""
 
+    pairs: bool = False
+    """Whether two ready tasks run as one program where they can. Each choice waits for the end of the one before."""
+
     @property
     def is_early(self) -> bool:
         """Whether tasks are handed over while others run."""
@@ -290,7 +294,9 @@ class Dispatch(NamedTuple):
 
 
 def is_dispatch(value: object) -> bool:
-    return value in (AUTO, JUST_IN_TIME, CERTAIN) or (isinstance(value, int) and value is not False and value == 0)
+    return value in (AUTO, JUST_IN_TIME, CERTAIN, PAIRS) or (
+        isinstance(value, int) and value is not False and value == 0
+    )
 
 
 def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
@@ -299,14 +305,14 @@ def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
     On the host ``auto`` is ``certain``, which costs no further thread: another choice waits for the running task's end,
     since a core has no queue that could run empty, and threads that hand tasks to each other take it from the work.
     Elsewhere it is ``just-in-time``, which is ``certain`` first: any other task is chosen just in time. 0 chooses every
-    task at the end of the one before.
+    task at the end of the one before; so does ``pairs``, which joins two where it can.
 
     Raises ValueError for any other value.
     """
     if not is_dispatch(value):
         raise ValueError(f"dispatch_ahead is {value!r}: give {DISPATCH_WORDS}")
-    if value == 0:
-        return Dispatch()
+    if value in (0, PAIRS):
+        return Dispatch(pairs=value == PAIRS)
     if value == CERTAIN or (value == AUTO and on_host):
         return Dispatch(certain=True)
     return Dispatch(just_in_time=True, certain=True)

@@ -113,8 +113,6 @@ class Order:
     delays: tuple[int, ...] = ()
     """One per stage: how many updates the weights of a step lack; with 1, the stage has two steps under way. Empty: no
     stage's lack any."""
-    pairs: bool = False
-    """Whether stages run two tasks as one program where they can."""
     table_for: Callable[[int], ScheduleTable | None] = field(default=lambda _: None, compare=False)
     """Returns one replica's table for another number of microbatches, for steps in which owners change; None: there is
     none, or no table ranks the tasks."""
@@ -158,6 +156,7 @@ class Order:
         rules: StepRules,
         *,
         certain_ahead: bool = False,
+        pairs: bool = False,
         members: Mapping[int, tuple[int, int]] | None = None,
         protocol: GroupProtocol = GroupProtocol.LEADER,
         shortest_s: float = 0.0,
@@ -166,6 +165,7 @@ class Order:
         """Returns fresh arbiters of some stages, in the order given.
 
         Args:
+            certain_ahead, pairs: how stages hand over tasks (:class:`rrfp_jax.core.dispatch.Dispatch`).
             members: for each wanted stage, which member of how many of its group this arbiter is; None: every stage,
                 by itself.
             protocol: how the members of a group agree.
@@ -201,12 +201,12 @@ class Order:
                 evaluation_batches=evaluation_batches,
                 other_rows=OtherRows(partial(self._other_row, stage)),
                 delay=delays[stage],
-                pairs=self.pairs,
+                pairs=pairs,
             )
             for stage in wanted
         }
-        if self.pairs and any(number > 1 for _, number in wanted.values()):
-            raise ValueError("pairs are for stages of one process: give every stage one process")
+        if pairs and any(number > 1 for _, number in wanted.values()):
+            raise ValueError("pairs are for stages of one process: give every stage one process, or leave pairs out")
         if self.delay and any(number > 1 for _, number in wanted.values()):
             raise ValueError("steps that overlap are for stages of one process: give every stage one process")
         return [
@@ -312,10 +312,6 @@ class Ordering:
     """How many updates the weights of a step lack. With 1, the tasks of the next step fill the end of a step
     (:mod:`rrfp_jax.core.overlap`); a table then ranks without footprint and foresight, and the window is its peak. With
     :data:`BY_STAGE` the last stage has none."""
-    pairs: bool = False
-    """Whether a stage runs two tasks that are ready as one program: F of one microbatch and B, I or W of another.
-    Collectives inside one of them hide behind the work of the other, which pays where a stage's tensors are cut over
-    devices."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
     (:func:`rrfp_jax.schedules.table`)."""
@@ -330,11 +326,6 @@ class Ordering:
             raise ValueError(
                 f"steps that overlap (delay {self.delay}) go by readiness within a window: leave out consume {STRICT}, "
                 "footprint and foresight"
-            )
-        if self.pairs and (self.delay or self.ops or (self.schedule is not None and self.schedule.graph.ops)):
-            raise ValueError(
-                "pairs go neither with steps that overlap (delay) nor with operations, such as offload: leave out one "
-                "of them"
             )
         if self.ops and self.follows_table:
             raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
@@ -421,8 +412,6 @@ class Ordering:
             label = f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
         if self.delay:
             label += " without a flush"
-        if self.pairs:
-            label += " in pairs"
         table = None if self._table is None else replicated_table(self._table, num_replicas)
         footprints = self._footprints(placement, graph, num_replicas)
         order = Order(
@@ -436,7 +425,6 @@ class Ordering:
             foresight=self._foresight(),
             footprints=footprints,
             delays=delays * num_replicas,
-            pairs=self.pairs,
             table_for=lru_cache(maxsize=8)(self._table_for),
         )
         return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))

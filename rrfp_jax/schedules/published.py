@@ -89,10 +89,15 @@ that starts first also ends first, and all stages hold equally much.
 
 **DualPipe-V** is the V-shaped half of DualPipe (DeepSeek-V3, arXiv 2412.19437; "cut-in-half" variant by Sea AI Lab). In
 its main phase it runs the forward of one microbatch and the backward of another as one overlapped pair, so that the
-communication inside one hides behind the computation of the other. A stage here runs one task at a time: the pair is
-*serialised*, forward first. The order of the schedule remains; the overlap gain is not modelled. The published schedule
-mixes full and split backwards of one chunk; a full one is written as I with its W right behind it, which takes the same
-time and frees the memory at the same moment.
+communication inside one hides behind the computation of the other. The table names these pairs; a stage that makes no
+pairs runs them one after the other, forward first. The published schedule mixes full and split backwards of one chunk;
+a full one is written as I with its W right behind it, which takes the same time and frees the memory at the same
+moment.
+
+**STP** (arXiv 2510.27257) makes pairs of nearly all tasks, for stages that are cut over the axis ``tensor``: F and I
+wait for sums over that axis where they run alone, and B hides its own behind its weight gradients. With T for the sums
+of one pass, the published idle time is (p-1)(F+T+I-W) + (2p+1)T; interleaved 1F1B has (p-1)(F+T+I+W) + 2mT. As a hint
+its W rank last where a stage may hold more than the row does.
 
 **Hanayo** (Liu et al., SC'23, arXiv 2308.15762): one copy of the model goes down and up the stages W times, 2W chunks
 per stage, chunks at the turning points on the same stage. It keeps Chimera's short gaps without its second copy of the
@@ -556,7 +561,13 @@ def dual_pipe_v(s: Stage) -> TaskOrder:
     return order + (owed + I[down]) * after + owed.rest
 
 
-@schedule("stp", source="STP, arXiv 2510.27257", constraints="at least 3 num_stages - 1 microbatches", **_FACTS)
+@schedule(
+    "stp",
+    source="STP, arXiv 2510.27257",
+    constraints="at least 3 num_stages - 1 microbatches",
+    weights_fill=True,
+    **_FACTS,
+)
 def stp(s: Stage) -> TaskOrder:
     """Forwards and backwards in pairs, whose tensor-parallel sums hide behind each other; W fills the drain."""
     (down, back), p, after, here = s.chunks, s.p, s.p - 1 - s.i, s.i + 1
