@@ -561,22 +561,15 @@ def dual_pipe_v(s: Stage) -> TaskOrder:
     return order + (owed + I[down]) * after + owed.rest
 
 
-@schedule(
-    "stp",
-    source="STP, arXiv 2510.27257",
-    constraints="at least 3 num_stages - 1 microbatches",
-    weights_fill=True,
-    **_FACTS,
-)
+@schedule("stp", source="STP, arXiv 2510.27257", weights_fill=True, **_FACTS)
 def stp(s: Stage) -> TaskOrder:
-    """Forwards and backwards in pairs, whose tensor-parallel sums hide behind each other; W fills the drain."""
+    """Forwards and backwards in pairs, whose tensor-parallel sums hide behind each other; W fills the drain.
+
+    Its phases take 3p-1 microbatches; where there are fewer, those that are missing are left out of them.
+    """
     (down, back), p, after, here = s.chunks, s.p, s.p - 1 - s.i, s.i + 1
-    steady = 2 * (s.m - 3 * p + here) + 1
-    if s.m < 3 * p - 1:
-        raise ValueError(
-            f"stp needs at least 3 * num_stages - 1 = {3 * p - 1} microbatches for its phases, not {s.m}: give "
-            f"num_microbatches={3 * p - 1} or take dualpipe-v"
-        )
+    most = max(s.m, 3 * p - 1)
+    steady = 2 * (most - 3 * p + here) + 1
     order = F[down] * (2 * after) + (F[down] + F[back]) * here
     order += F[down] * (here % 2) + pair(F[down] + F[down]) * (here // 2)
     order += (pair(F[back] + I[back]) + pair(F[down] + owed)) * after
@@ -584,6 +577,7 @@ def stp(s: Stage) -> TaskOrder:
         # The last backwards of a stage leave their W for the drain.
         kind = I if turn >= steady - s.i else B
         order += pair(F[down] + kind[down]) if turn % 2 else pair(F[back] + kind[back])
-    order += (pair(B[down]) + pair(F[back] + I[back])) * (s.m - p - steady // 2 - 1)
+    order += (pair(B[down]) + pair(F[back] + I[back])) * (most - p - steady // 2 - 1)
     order += (pair(B[down]) + pair(B[back])) * here
-    return order + (pair(B[down]) + owed * 2) * after + pair(B[down]) + owed.rest
+    order += (pair(B[down]) + owed * 2) * after + pair(B[down]) + owed.rest
+    return order.written_for(most)
