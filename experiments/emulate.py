@@ -260,7 +260,10 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
         raise ValueError("launch-ms is what handing a task to an accelerator costs: give --accelerator too")
     elif not 0 <= arguments.launch_ms < math.inf:
         raise ValueError(f"launch-ms is {arguments.launch_ms}: give 0 or more milliseconds")
-    return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=not arguments.accelerator)
+    how = dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=not arguments.accelerator)
+    if how.pairs:
+        raise ValueError("emulated stages run one task at a time, so pairs are for simulate and train: leave them out")
+    return how
 
 
 def _resolve(arguments: argparse.Namespace, workload: GivenWork | None) -> Order:

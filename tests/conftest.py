@@ -57,7 +57,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 2
 
 
-ONE_IN = {"test_explore_": 11, "test_groups_explore": 11, "test_reductions": 11}
+ONE_IN = {"test_explore_": 14, "test_groups_explore": 14, "test_reductions": 14}
 """By how the name of a module begins, how many sets of parameters there are for each that the fast tests take."""
 
 

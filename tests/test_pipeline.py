@@ -164,7 +164,7 @@ def test_programs_are_traced_by_the_settings_of_the_thread_that_steps() -> None:
         ({"log_steps": 0}, "at least 1 step"),
         ({"seed": -1}, "32 bits"),
         ({"remat": "half"}, "remat is 'half'"),
-        ({"dispatch_ahead": -1}, r"dispatch_ahead is -1: give auto, just-in-time .*, certain, or 0"),
+        ({"dispatch_ahead": -1}, r"dispatch_ahead is -1: give auto, just-in-time .*, certain, pairs, or 0"),
         ({"dispatch_ahead": "later"}, "dispatch_ahead is 'later': give auto"),
         ({"progress_deadline_s": float("nan")}, "progress_deadline_s is nan: give a positive number of seconds"),
         ({"window": "512MX"}, "window is '512MX', which is no size"),

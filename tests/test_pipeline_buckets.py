@@ -125,6 +125,7 @@ def test_encoders_beside_the_decoder_and_replicas_without_any_image() -> None:
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_deterministic_bits_whatever_the_order() -> None:
     steps, updates = make_steps(4, NUM_MICROBATCHES), UpdateRules(deterministic=True)
     exact = Pipeline(CHUNKS, placement=linear(5), edges=EDGES, optimizer=OPTIMIZER, updates=updates)

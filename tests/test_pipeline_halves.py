@@ -181,6 +181,7 @@ def test_parts_that_hold_the_same_array_are_refused() -> None:
 # -- layers by name ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_masks_and_frozen_layers_go_by_the_names_of_whole_layers() -> None:
     """A decay and rates by path, in an optimizer of one's own, and layers that are frozen by pattern."""
 

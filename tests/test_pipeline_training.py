@@ -94,7 +94,7 @@ def test_strict_tables_on_a_linear_placement(tied_linear: Case, name: str) -> No
     tied_linear.check(consume="strict", schedule=tied_linear.table(name))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("hint", [*HINTS, "schedule"])
 def test_every_hint_on_a_looped_placement(untied_looped: Case, hint: str) -> None:
     schedule = untied_looped.table("interleaved-1f1b") if hint == "schedule" else None

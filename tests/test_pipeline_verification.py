@@ -67,6 +67,7 @@ def test_a_bit_that_flips_in_one_of_two_replicas(reduce: str, unit: int, program
     assert found == f"2: {units} made different {told} of the same inputs"
 
 
+@pytest.mark.slow
 def test_of_three_replicas_the_one_is_named() -> None:
     pipeline = make_pipeline(
         make_chunks(1), placement=linear(1), data=3, optimizer=OPTIMIZER, reduce="messages",

@@ -24,7 +24,7 @@ import numpy as np
 
 from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Agreement, DecisionTimer, Dispatch, Order, StageArbiter, StepRules, dispatch_of
-from rrfp_jax.core.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
+from rrfp_jax.core.dispatch import CERTAIN, JUST_IN_TIME, PAIRS, parse_dispatch
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.schedules import (
     Absences,
@@ -398,9 +398,17 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--dispatch-ahead",
         default="0",
-        metavar=f"0|{JUST_IN_TIME}|{CERTAIN}",
+        metavar=f"0|{JUST_IN_TIME}|{CERTAIN}|{PAIRS}",
         help="when a stage is handed its next task: at the end of the running one, when that is about to end, or once "
-        "nothing can change the choice (default 0)",
+        f"nothing can change the choice; {PAIRS}: as 0, and two tasks at once where they can run as one program "
+        "(default 0)",
+    )
+    add(
+        "--collectives-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="how much longer F and I take where they run alone, for the collectives inside them; a pair hides these",
     )
     add(
         "--agreement-ms",
@@ -471,7 +479,8 @@ def dispatch(arguments: argparse.Namespace) -> Dispatch:
 
 def arbiters_of(order: Order, arguments: argparse.Namespace) -> list[StageArbiter]:
     """Returns fresh arbiters of all stages, for steps of tasks alone."""
-    return order.arbiters(RULES, certain_ahead=dispatch(arguments).certain)
+    how = dispatch(arguments)
+    return order.arbiters(RULES, certain_ahead=how.certain, pairs=how.pairs)
 
 
 def parse_link_delays_ms(text: str | None) -> dict[tuple[int, int], float]:
@@ -564,7 +573,7 @@ def make_costs(arguments: argparse.Namespace, durations_ms: Durations, placement
     """Returns the costs of every step, with the requested jitter."""
     rng = np.random.default_rng(arguments.seed)
     durations_ms, sleeps = parse_jitter(arguments.jitter)(durations_ms, placement, rng)
-    return Costs(durations_ms=durations_ms, sleeps=sleeps)
+    return Costs(durations_ms=durations_ms, sleeps=sleeps, collectives_ms=arguments.collectives_ms)
 
 
 def chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: Sequence[float] = ()) -> Durations:

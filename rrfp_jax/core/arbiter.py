@@ -49,6 +49,11 @@ Beside compute
 Where the graph has operations on lanes of their own (:mod:`rrfp_jax.schedules.operations`), the stage runs one task on
 each of these engines beside those of its compute lane, to which alone the hint, consumption and dispatch ahead apply.
 
+Pairs
+-----
+Where a stage joins tasks (:mod:`rrfp_jax.core.dispatch`), a task may start with a partner: both run as one program, and
+both end before the stage chooses again.
+
 Steps of another kind
 ---------------------
 A step that evaluates, or that has other owners of its microbatches, runs by another
@@ -69,7 +74,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NoReturn, Self
 
-from rrfp_jax.core.dispatch import AHEAD, HELD, NOTHING, Certainty, Engines, ReadySet
+from rrfp_jax.core.dispatch import AHEAD, HELD, NOTHING, Certainty, Engines, ReadySet, best_partner
 from rrfp_jax.core.events import (
     Announce,
     ClockTick,
@@ -82,6 +87,7 @@ from rrfp_jax.core.events import (
     Instruction,
     Message,
     MessageKind,
+    RunPair,
     RunTask,
     Send,
     StepStarted,
@@ -104,7 +110,7 @@ from rrfp_jax.core.memory import Footprint, ReadAhead, Window, check_weights
 from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, StepRules, end_followers
 from rrfp_jax.core.replicas import StepOwners
 from rrfp_jax.core.stage_setup import OwnerModes, StageSetup, StepMode, StepPlan
-from rrfp_jax.schedules import Absences, PipelineGraph, Task
+from rrfp_jax.schedules import Absences, Pair, PipelineGraph, Task
 
 _TAKEN = MessageKind.TAKEN
 _Sends = tuple[tuple[Message, int], ...]
@@ -542,7 +548,7 @@ class StageArbiter:
             running = self._running
             running.remove(node)
             if foresight is not None:
-                foresight.finish(self._ranked.position[node], self._now_s)
+                foresight.finish(self._ranked.position[node], self._now_s, goes_on=self._mode.joins and bool(running))
                 # A certain choice that was handed over behind this task begins now, where its inputs are there.
                 if self._certainty is not None and running and running[0] not in self._pending.awaiting:
                     self._announce(foresight.announcements(self._ranked.position[running[0]]), out)
@@ -647,7 +653,8 @@ class StageArbiter:
         certainty, running = self._certainty, self._running
         if certainty is None and len(running) >= self._capacity:
             return  # most events come while a task runs
-        choose = self._mode.consumption.choose
+        mode = self._mode
+        choose, start = mode.consumption.choose, self._start_joined if mode.joins else self._start
         while len(running) < self._capacity or (certainty is not None and self._counts_on(out)):
             if not any(self._ready.lanes):
                 promised = self._promised_next() if self._pending.promised else None
@@ -668,10 +675,37 @@ class StageArbiter:
                     foresight.release()
                 elif position != foresight.next:
                     position = self._look_ahead(foresight, position, heads, out)
-            if position is None:
+            if position is None or (mode.row_pairs and self._lacks_partner(position)):
                 return
             self._hint_state = state
-            self._start(self._ranked.at[position], position, out)
+            start(self._ranked.at[position], position, out)
+
+    def _lacks_partner(self, position: int) -> bool:
+        """Returns whether the row joins the entry at this position with the next one, and that is not ready."""
+        partner = self._mode.partner_in_row(self._ranked, position)
+        if partner is None or not (left := self._waiting[self._ranked.at[partner]]):
+            return False
+        return left > 1 or self._ranked.at[partner] not in self._ranked.plan.dependents[self._ranked.at[position]]
+
+    def _start_joined(self, node: int, position: int, out: list[Instruction]) -> None:
+        """Start a task, and in the same program its partner, if there is one."""
+        ranked, before = self._ranked, len(out)
+        partner = self._mode.partner_in_row(ranked, position)
+        self._start(node, position, out)
+        if not self.consumption.is_strict:
+            partner = best_partner(ranked.plan.tasks[node].kind, self._heads(), ranked)
+        elif partner is not None:
+            self._hint_state += 1
+        if partner is None:
+            return
+        second, behind = ranked.at[partner], len(out)
+        if self._waiting[second]:
+            # W of the I that has just started: it follows in the same program, so it may count that as ended.
+            self._count_as_ended(node, out)
+        self._start(second, partner, out)
+        del out[behind]
+        pair = Pair(ranked.plan.tasks[node], ranked.plan.tasks[second])
+        out[before] = RunPair(self.step, pair)  # type: ignore[arg-type]
 
     def _counts_on(self, out: list[Instruction]) -> bool:
         """Let the running task be due from its start, if none is. Returns whether a certain choice may go behind it."""

@@ -42,6 +42,22 @@ In a group the leader's choice travels while the task before it runs, and each m
 Certain choices go early with just-in-time dispatch too: they equal the choice at the very end, so the order is the
 same, and the device has them in time however short the task before is.
 
+Pairs
+-----
+A pair is two tasks that one program runs: F of one microbatch, and B, I or W of another, or I of one and W of another.
+Collectives inside each, such as the sums of tensor-parallel layers, then hide behind the other's products; in a program
+by itself F or I waits for them (STP, 2510.27257; DualPipe, 2412.19437). Both tasks start together and end together.
+
+A stage that goes by readiness chooses a task as ever, starts it, and looks among the tasks that are ready and
+admissible then for a partner: to F first a backward, then W; to a backward first F, then W if it is I; to W an F, then
+I. So a pair needs no more than its two tasks need one after the other, in memory too: the second is admitted with the
+first held. A stage that keeps to a row joins the entries that its table names, and waits until both are ready; the W of
+an I may be its partner in a row, which makes a whole backward of them.
+
+Nothing new can deadlock. Both tasks of a pair are ready as it starts, so it ends; then the stage is in a state to which
+it could have come by running one after the other. A row's pair waits for inputs of both at once, and whether all rows
+end so is checked with the table.
+
 Just in time
 ------------
 A driver that posts :class:`rrfp_jax.core.DecideNow` asks a :class:`DecisionTimer` for the moment. The timer learns two
@@ -71,7 +87,8 @@ from rrfp_jax.schedules import Task, TaskKind
 AUTO = "auto"
 JUST_IN_TIME = "just-in-time"
 CERTAIN = "certain"
-DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME} (in place of a number of tasks), {CERTAIN}, or 0"
+PAIRS = "pairs"
+DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME} (in place of a number of tasks), {CERTAIN}, {PAIRS}, or 0"
 """All values that users may give, for messages."""
 HELD = NUM_LANES
 """The number of the list, behind the lanes, with the forwards of held microbatches."""
@@ -180,6 +197,23 @@ def _holds(positions: list[int], position: int) -> bool:
     return place < len(positions) and positions[place] == position
 
 
+_PARTNERS = {TaskKind.F: (1, 2), TaskKind.B: (0,), TaskKind.I: (0, 2), TaskKind.W: (0, 1)}
+"""For each kind of task the lanes in which to look for its partner, the best first."""
+
+
+def best_partner(kind: TaskKind, heads: Heads, ranked: StepPlan) -> int | None:
+    """Returns the position of the task that runs in one program with a task of this kind; None: it runs alone.
+
+    ``heads``: the best admissible position of each lane, now that the task has started.
+    """
+    for lane in _PARTNERS.get(kind, ()):
+        head = heads[lane]
+        # B adds to the gradients as W does, and neither hides the other's sums.
+        if head is not None and not (kind is TaskKind.W and ranked.task_at[head].kind is TaskKind.B):
+            return head
+    return None
+
+
 class Certainty:
     """The tasks of one step of one stage that have not started, for certain choices."""
 
@@ -250,6 +284,9 @@ class Dispatch(NamedTuple):
     """Whether the next one is handed over as soon as nothing that may happen changes the choice
     (:mod:`rrfp_jax.core.dispatch`)."""
 
+    pairs: bool = False
+    """Whether two ready tasks run as one program where they can. Each choice waits for the end of the one before."""
+
     @property
     def is_early(self) -> bool:
         """Whether tasks are handed over while others run."""
@@ -257,7 +294,9 @@ class Dispatch(NamedTuple):
 
 
 def is_dispatch(value: object) -> bool:
-    return value in (AUTO, JUST_IN_TIME, CERTAIN) or (isinstance(value, int) and value is not False and value == 0)
+    return value in (AUTO, JUST_IN_TIME, CERTAIN, PAIRS) or (
+        isinstance(value, int) and value is not False and value == 0
+    )
 
 
 def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
@@ -266,14 +305,14 @@ def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
     On the host ``auto`` is ``certain``, which costs no further thread: another choice waits for the running task's end,
     since a core has no queue that could run empty, and threads that hand tasks to each other take it from the work.
     Elsewhere it is ``just-in-time``, which is ``certain`` first: any other task is chosen just in time. 0 chooses every
-    task at the end of the one before.
+    task at the end of the one before; so does ``pairs``, which joins two where it can.
 
     Raises ValueError for any other value.
     """
     if not is_dispatch(value):
         raise ValueError(f"dispatch_ahead is {value!r}: give {DISPATCH_WORDS}")
-    if value == 0:
-        return Dispatch()
+    if value in (0, PAIRS):
+        return Dispatch(pairs=value == PAIRS)
     if value == CERTAIN or (value == AUTO and on_host):
         return Dispatch(certain=True)
     return Dispatch(just_in_time=True, certain=True)

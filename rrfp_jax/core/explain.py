@@ -222,7 +222,8 @@ def check_invariants(arbiter: "StageArbiter") -> None:
     assert due == ([] if arbiter._due is None else [arbiter._due])
     assert not arbiter._is_told or arbiter._running[-1] == arbiter._due
     assert {*arbiter._running, *beside} == {n for n, left in unfinished if left in (RUNNING, DUE)}
-    assert len(arbiter._running) <= arbiter._capacity == 1 + len(due)
+    assert len(arbiter._running) <= arbiter._capacity + arbiter._mode.joins
+    assert arbiter._capacity == 1 + len(due)
     assert arbiter._left == len(unfinished) + arbiter._end_waits
     _check_window(arbiter, unfinished)
     if arbiter._footprint is not None:

@@ -373,12 +373,18 @@ class Foresight:
         """End a hold: a task starts, or an engine has taken the memory that the held ones need."""
         self.held_since_s = self._wake_s = self._told_wake_s = None
 
-    def finish(self, position: int, time_s: float) -> None:
+    def finish(self, position: int, time_s: float, *, goes_on: bool = False) -> None:
         """Learn the time that a task took, which has really ended: from its start, or from the end of the one before
-        it."""
+        it.
+
+        ``goes_on``: its partner, which ends at the same time, is still to finish. Each of them counts half then.
+        """
         started_s, last_end_s = self._started_s[position], self._last_end_s
         self._started_s[position], self._last_end_s = NEVER_S, time_s
         taken_s = time_s - (started_s if started_s > last_end_s else last_end_s)
+        if goes_on:
+            taken_s /= 2
+            self._last_end_s = time_s - taken_s
         self._durations_s.learn(self.table.kind_at[position], taken_s)
 
     def expected_end_s(self, position: int) -> float:

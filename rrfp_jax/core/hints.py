@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from rrfp_jax.core.plan import LANE, NUM_LANES, StagePlan
-from rrfp_jax.schedules import Task, TaskKind
+from rrfp_jax.schedules import Pair, Task, TaskKind
 from rrfp_jax.schedules.language import B, F, Rule, W, rule, turns
 from rrfp_jax.schedules.registry import is_in_file, rule_in_file
 
@@ -151,6 +151,8 @@ class Consumption:
     choose: Callable[[int, Heads], Choice]
     initial: int
     is_strict: bool
+    pairs: frozenset[Pair] = frozenset()
+    """For ``strict``, the entries next to each other that run as one program, where a stage makes pairs."""
 
     def order(self, plan: StagePlan) -> tuple[int, ...]:
         """Returns the step's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for
@@ -185,9 +187,12 @@ def ready(hint: Hint) -> Consumption:
     return Consumption(hint, hint.choose, hint.initial, is_strict=False)
 
 
-def strict(order: tuple[Task, ...]) -> Consumption:
-    """Returns the consumption that runs the entries of ``order`` one after another, waiting for each; then R and U."""
-    return Consumption(schedule_hint(order), _choose_next, 0, is_strict=True)
+def strict(order: tuple[Task, ...], pairs: frozenset[Pair] = frozenset()) -> Consumption:
+    """Returns the consumption that runs the entries of ``order`` one after another, waiting for each; then R and U.
+
+    ``pairs``: the entries next to each other that run as one program, where the stage makes pairs.
+    """
+    return Consumption(schedule_hint(order), _choose_next, 0, is_strict=True, pairs=pairs)
 
 
 def _choose_next(position: int, heads: Heads) -> Choice:

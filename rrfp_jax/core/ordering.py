@@ -156,6 +156,7 @@ class Order:
         rules: StepRules,
         *,
         certain_ahead: bool = False,
+        pairs: bool = False,
         members: Mapping[int, tuple[int, int]] | None = None,
         protocol: GroupProtocol = GroupProtocol.LEADER,
         shortest_s: float = 0.0,
@@ -164,6 +165,7 @@ class Order:
         """Returns fresh arbiters of some stages, in the order given.
 
         Args:
+            certain_ahead, pairs: how stages hand over tasks (:class:`rrfp_jax.core.dispatch.Dispatch`).
             members: for each wanted stage, which member of how many of its group this arbiter is; None: every stage,
                 by itself.
             protocol: how the members of a group agree.
@@ -199,9 +201,12 @@ class Order:
                 evaluation_batches=evaluation_batches,
                 other_rows=OtherRows(partial(self._other_row, stage)),
                 delay=delays[stage],
+                pairs=pairs,
             )
             for stage in wanted
         }
+        if pairs and any(number > 1 for _, number in wanted.values()):
+            raise ValueError("pairs are for stages of one process: give every stage one process, or leave pairs out")
         if self.delay and any(number > 1 for _, number in wanted.values()):
             raise ValueError("steps that overlap are for stages of one process: give every stage one process")
         return [
@@ -307,10 +312,6 @@ class Ordering:
     """How many updates the weights of a step lack. With 1, the tasks of the next step fill the end of a step
     (:mod:`rrfp_jax.core.overlap`); a table then ranks without footprint and foresight, and the window is its peak. With
     :data:`BY_STAGE` the last stage has none."""
-    pairs: bool = False
-    """Whether a stage runs two tasks that are ready as one program: F of one microbatch and B, I or W of another.
-    Collectives inside one of them hide behind the work of the other, which pays where a stage's tensors are cut over
-    devices."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
     (:func:`rrfp_jax.schedules.table`)."""
@@ -532,7 +533,7 @@ class Ordering:
         self, hint: str, table: ScheduleTable | None, num_stages: int, footprints: tuple[int, ...] | None
     ) -> tuple[Consumption, ...]:
         if table is not None and self.consume == STRICT:
-            return tuple(strict(order) for order in table.orders)
+            return tuple(strict(order, table.pairs) for order in table.orders)
         if table is not None and hint == SCHEDULE:
             limits = footprints or (None,) * num_stages
             consumptions = []

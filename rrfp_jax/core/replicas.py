@@ -24,7 +24,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from rrfp_jax.field_rules import check_types
-from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, ScheduleTable, Task, absences
+from rrfp_jax.schedules import Absences, Edge, Pair, PipelineGraph, Placement, ScheduleTable, Task, absences
 
 Owners = tuple[tuple[int, ...], ...]
 """``owners[stage][microbatch]``: the replica that runs a microbatch of the step on a stage."""
@@ -321,6 +321,9 @@ def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:
             tuple(None if task is None else copies.task(task, r) for task in row)
             for r in range(num_replicas)
             for row in table.rows
+        ),
+        pairs=frozenset(
+            Pair(*(copies.task(task, r) for task in pair)) for pair in table.pairs for r in range(num_replicas)
         ),
         weights_fill=table.weights_fill,
     )

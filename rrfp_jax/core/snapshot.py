@@ -20,7 +20,7 @@ from rrfp_jax.core.memory import AheadBound
 from rrfp_jax.core.overlap import OverlappedArbiter
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.stage_setup import OtherRows, StageSetup
-from rrfp_jax.schedules import PipelineGraph, Placement, Task
+from rrfp_jax.schedules import Pair, PipelineGraph, Placement, Task
 from rrfp_jax.schedules.registry import is_in_file, rule_in_file
 
 
@@ -58,6 +58,9 @@ class SavedArbiter:
     """Whether certain choices are handed over early."""
     delay: int = 0
     """How many updates the weights of a step lack; with 1, two steps may be under way."""
+    pairs: tuple[tuple[Task, Task], ...] | None = None
+    """Where the stage joins tasks, the entries of a row that is consumed strictly which run as one program; None: no
+    task has a partner."""
     other_rows: tuple[tuple[int, tuple[Task, ...] | None], ...] = ()
     """For steps with other owners: the numbers of microbatches that the stage has had in these, and its table's row for
     each; None: there is no such table."""
@@ -84,6 +87,7 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         evaluation_batches=setup.evaluation_batches,
         certain_ahead=setup.certain_ahead,
         delay=setup.delay,
+        pairs=tuple((a, b) for a, b in sorted(setup.consumption.pairs)) if setup.pairs else None,
         other_rows=tuple(setup.other_rows.made.items()),
     )
 
@@ -123,6 +127,7 @@ def rebuild(
         certain_ahead=saved.certain_ahead,
         other_rows=OtherRows(made=dict(saved.other_rows)),
         delay=saved.delay,
+        pairs=saved.pairs is not None,
     )
     if saved.delay:
         return cast(StageArbiter, OverlappedArbiter(setup))
@@ -134,7 +139,9 @@ def _consumption(saved: SavedArbiter, rules_file: str | None) -> Consumption:
     if saved.is_strict or weights_last or name == SCHEDULE:
         if saved.row is None:
             raise ValueError(f"stage {saved.stage} lacks the row of the table that it follows")
-        return strict(saved.row) if saved.is_strict else ready(schedule_hint(saved.row, weights_last=weights_last))
+        if saved.is_strict:
+            return strict(saved.row, frozenset(Pair(*pair) for pair in saved.pairs or ()))
+        return ready(schedule_hint(saved.row, weights_last=weights_last))
     if name in HINTS:
         return ready(HINTS[name])
     if not is_in_file(name):

@@ -48,7 +48,7 @@ from rrfp_jax.core.hints import BF, BF_DEEP, SCHEDULE_WEIGHTS_LAST, Consumption,
 from rrfp_jax.core.memory import AheadBound, RowMemory, canonical_row
 from rrfp_jax.core.plan import FINISHED, NUM_LANES, Agreement, StagePlan, StepRules, stage_plan
 from rrfp_jax.core.replicas import StepOwners, check_blocks, with_owners
-from rrfp_jax.schedules import Absences, PipelineGraph, Placement, Task, TaskKind, bits
+from rrfp_jax.schedules import Absences, Pair, PipelineGraph, Placement, Task, TaskKind, bits
 
 OUTPUTS_AHEAD = 4
 """How many outputs of a chunk may wait for their readers: one is read, one arrives, and two even out delays."""
@@ -118,10 +118,16 @@ class StageSetup:
     """The owners of the microbatches, where these are not the blocks of every replica."""
     delay: int = 0
     """How many updates the weights of a step lack; 1: two steps may be under way (:mod:`rrfp_jax.core.overlap`)."""
+    pairs: bool = False
+    """Whether the stage runs two tasks as one program where it can (:mod:`rrfp_jax.core.dispatch`)."""
 
     def __post_init__(self) -> None:
         if self.delay:
             self._check_delay()
+        if self.pairs and (self.certain_ahead or self.graph.ops):
+            raise ValueError(
+                "pairs are chosen when the stage is free, from its own tasks: leave out certain_ahead and operations"
+            )
         has_row = not self.consumption.is_strict and self.consumption.hint.row is not None
         moves_memory = bool(self.graph.ops) and self.graph.operations.moves_memory
         has_order = has_row or moves_memory or self.owners is not None
@@ -150,6 +156,7 @@ class StageSetup:
             "foresight, which waits for tasks of one step": self.foresight is not None,
             "chunks that run F only, such as frozen encoders, whose read-ahead is bounded": bool(self.read_ahead),
             "operations beside compute": bool(self.graph.ops),
+            "pairs, which end before the stage chooses again": self.pairs,
             "microbatches with other owners": self.owners is not None,
         }
         for what, is_asked in refused.items():
@@ -253,6 +260,10 @@ class StepMode:
         self.footprint, self.capacity, self.evaluates = setup.footprint, setup.capacity, evaluates
         self.owners, self.foresight = setup.owners, setup.foresight
         is_strict = self.consumption.is_strict
+        self.joins = setup.pairs
+        """Whether tasks may start with a partner."""
+        self.row_pairs = self.consumption.pairs if setup.pairs and is_strict else frozenset()
+        """The entries of a row that is kept to which must start together."""
         self.limit = None if is_strict or setup.footprint is not None else setup.window
         """How many microbatches the stage may hold; None: as many as come."""
         self.read_ahead = () if is_strict else setup.read_ahead
@@ -286,6 +297,13 @@ class StepMode:
         self.sequence = setup.sequence_of(range(first, first + len(plan.tasks_per_microbatch)))
         """The order in which the window takes microbatches; empty: by number."""
         self.has_other_takers = self.row_memory is not None and self.row_memory.has_other_takers
+
+    def partner_in_row(self, ranked: "StepPlan", position: int) -> int | None:
+        """Returns the next position, if the row that the stage keeps to joins its task with the one at ``position``."""
+        behind, tasks = position + 1, ranked.task_at
+        if not self.row_pairs or behind == len(tasks):
+            return None
+        return behind if Pair(tasks[position], tasks[behind]) in self.row_pairs else None
 
 
 class OwnerModes:

@@ -2,10 +2,9 @@
 
 One line per stage, one cell per slot, ``2F5`` for chunk 2 (torch says stage), forward, microbatch 5; kinds F, B, I and
 W; an empty cell is a bubble. ``PipelineScheduleMulti._dump_csv`` writes this form and ``_load_csv`` reads it. Torch's
-compound cell ``(1F2;0B1)OVERLAP_F_B`` is read as its parts, one after the other, and a B of a chunk whose other
-backwards are split (DualPipe-V) as I and W. Communication and sharding cells of torch's lowered form (SEND_F, UNSHARD,
-...) are left out: here stages send their outputs by themselves, and a
-chunk's parameters are always there. The log notes both.
+compound cell ``(1F2;0B1)OVERLAP_F_B`` is a pair, and a B of a chunk whose other backwards are split (DualPipe-V) is I
+and W. Communication and sharding cells of torch's lowered form (SEND_F, UNSHARD, ...) are left out, which the log
+notes: here stages send their outputs by themselves, and a chunk's parameters are always there.
 
 A row also names the operations of the table's graph (:mod:`rrfp_jax.schedules.operations`), such as ``0O3``, each where
 it is issued. No cell holds their dependencies, engines and memory: the graph that has them, or they themselves, must be
@@ -18,14 +17,16 @@ import logging
 import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import overload
 
 from rrfp_jax.readable import shown
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
 from rrfp_jax.schedules.operations import Op, operations_in
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.schedules.tasks import BUILT_IN, Placement, Task, TaskKind
+from rrfp_jax.schedules.tasks import BUILT_IN, Pair, Placement, Task, TaskKind
 
 _log = logging.getLogger(__name__)
 _SIGNATURE = "# hash of the rows: "
@@ -35,8 +36,17 @@ _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|REC
 
 
 def to_csv(table: ScheduleTable) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(["" if t is None else str(t) for t in row] for row in table.rows)
+    text, seconds = io.StringIO(), {pair.first: pair.second for pair in table.pairs}
+
+    def cells(row: Sequence[Task | None]) -> Iterator[str]:
+        for task, behind in zip_longest(row, row[1:]):
+            if task is not None and behind is not None and seconds.get(task) == behind:
+                yield f"({task};{behind})OVERLAP_F_B"
+            elif task is None or task not in joined:
+                yield "" if task is None else str(task)
+
+    joined = {seconds[a] for row in table.rows for a, b in pairwise(row) if a in seconds and seconds[a] == b}
+    csv.writer(text, lineterminator="\n").writerows(map(cells, table.rows))
     return text.getvalue()
 
 
@@ -105,12 +115,11 @@ def from_csv(
         ) from None
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()  # a last line without any cell is the file's end, not a stage
-    rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(lines))
+    joined = list[tuple[Task, Task]]()
+    rows = tuple(tuple(_cells(name, stage, line, own, joined)) for stage, line in enumerate(lines))
     lowered = sorted({word for match in _LOWERED.finditer(text) if (word := match.group(1)) not in own})
     if lowered:
         _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
-    if "OVERLAP_F_B" in text:
-        _log.info("table %r: overlapped pairs run one after the other, as written", name)
     tasks_of_stages = [[task for task in row if task is not None] for row in rows]
     tasks = [task for row in tasks_of_stages for task in row]
     if not tasks:
@@ -136,11 +145,16 @@ def from_csv(
         split = frozenset(task.chunk for task in tasks if task.kind in (TaskKind.I, TaskKind.W))
         graph = replace(graph or _graph(placement, tasks), split=split)
     graph = replace(graph, ops=(*graph.ops, *operations_in(tasks_of_stages, ops))) if ops else graph
-    return ScheduleTable(name, placement, graph, tuple(tuple(_halved(row, graph)) for row in rows)).validate()
+    pairs = frozenset(Pair(next(_halved(a, graph)), next(_halved(b, graph))) for a, b in joined)
+    halved = tuple(tuple(part for task in row for part in _halved(task, graph)) for row in rows)
+    return ScheduleTable(name, placement, graph, halved, pairs).validate()
 
 
-def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> Iterator[Task | None]:
-    """Yields the tasks of one line. Raises ValueError, naming row and column, for a cell that is none."""
+def _cells(
+    name: str, stage: int, line: Sequence[str], own: Container[str], joined: list[tuple[Task, Task]]
+) -> Iterator[Task | None]:
+    """Yields the tasks of one line; adds those of compound cells to ``joined``. Raises ValueError, naming row and
+    column, for a cell that is none."""
     for column, cell in enumerate(line):
         if not cell:
             yield None
@@ -151,7 +165,7 @@ def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> I
         lowered = _LOWERED.fullmatch(cell.strip())
         if lowered and lowered.group(1) not in own:
             continue
-        overlapped = _OVERLAPPED.fullmatch(cell.strip())
+        overlapped, tasks = _OVERLAPPED.fullmatch(cell.strip()), list[Task]()
         for text in map(str.strip, overlapped.group(1).split(";") if overlapped else [cell]):
             if not text:
                 yield None
@@ -162,17 +176,23 @@ def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> I
                 raise ValueError(f"{place}: {error}") from error
             if task.kind in (TaskKind.R, TaskKind.U):
                 raise ValueError(f"{place}: {text!r} runs once per step and is not part of a table: remove it")
+            tasks.append(task)
             yield task
+        if overlapped and len(tasks) == 2:
+            joined.append((tasks[0], tasks[1]))
 
 
-def _halved(row: Sequence[Task | None], graph: PipelineGraph) -> Iterator[Task | None]:
-    """Yields the row with each B of a split chunk as I and W."""
-    for task in row:
-        if task is not None and task.kind is TaskKind.B and task.chunk in graph.split:
-            yield task._replace(kind=TaskKind.I)
-            yield task._replace(kind=TaskKind.W)
-        else:
-            yield task
+@overload
+def _halved(task: Task, graph: PipelineGraph) -> Iterator[Task]: ...
+@overload
+def _halved(task: None, graph: PipelineGraph) -> Iterator[None]: ...
+def _halved(task: Task | None, graph: PipelineGraph) -> Iterator[Task | None]:
+    """Yields a cell: I and W for a B of a split chunk."""
+    if task is not None and task.kind is TaskKind.B and task.chunk in graph.split:
+        yield task._replace(kind=TaskKind.I)
+        yield task._replace(kind=TaskKind.W)
+    else:
+        yield task
 
 
 def _placement(name: str, rows: Sequence[Sequence[Task | None]]) -> Placement:

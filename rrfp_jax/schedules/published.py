@@ -89,10 +89,15 @@ that starts first also ends first, and all stages hold equally much.
 
 **DualPipe-V** is the V-shaped half of DualPipe (DeepSeek-V3, arXiv 2412.19437; "cut-in-half" variant by Sea AI Lab). In
 its main phase it runs the forward of one microbatch and the backward of another as one overlapped pair, so that the
-communication inside one hides behind the computation of the other. A stage here runs one task at a time: the pair is
-*serialised*, forward first. The order of the schedule remains; the overlap gain is not modelled. The published schedule
-mixes full and split backwards of one chunk; a full one is written as I with its W right behind it, which takes the same
-time and frees the memory at the same moment.
+communication inside one hides behind the computation of the other. The table names these pairs; a stage that makes no
+pairs runs them one after the other, forward first. The published schedule mixes full and split backwards of one chunk;
+a full one is written as I with its W right behind it, which takes the same time and frees the memory at the same
+moment.
+
+**STP** (arXiv 2510.27257) makes pairs of nearly all tasks, for stages that are cut over the axis ``tensor``: F and I
+wait for sums over that axis where they run alone, and B hides its own behind its weight gradients. With T for the sums
+of one pass, the published idle time is (p-1)(F+T+I-W) + (2p+1)T; interleaved 1F1B has (p-1)(F+T+I+W) + 2mT. As a hint
+its W rank last where a stage may hold more than the row does.
 
 **Hanayo** (Liu et al., SC'23, arXiv 2308.15762): one copy of the model goes down and up the stages W times, 2W chunks
 per stage, chunks at the turning points on the same stage. It keeps Chimera's short gaps without its second copy of the
@@ -121,6 +126,7 @@ from rrfp_jax.schedules.language import (
     block,
     like,
     owed,
+    pair,
     quickest,
     rounds,
     rule,
@@ -549,7 +555,29 @@ def dual_pipe_v(s: Stage) -> TaskOrder:
             f"give num_microbatches={2 * s.p} or take zb-v"
         )
     order = F[down] * (2 * after) + (F[down] + F[back]) * here + (B[back] + F[back]) * after
-    order += (F[down] + B[back] + F[back] + B[down]) * (s.m - 2 * s.p + here)
-    order += (B[back] + F[back] + B[down]) * after
+    order += (pair(F[down] + B[back]) + pair(F[back] + B[down])) * (s.m - 2 * s.p + here)
+    order += (B[back] + pair(F[back] + B[down])) * after
     order += (B[back] + B[down]) * (here // 2) + (B[back] + I[down]) * (here % 2) + (I[back] + I[down]) * (here // 2)
     return order + (owed + I[down]) * after + owed.rest
+
+
+@schedule("stp", source="STP, arXiv 2510.27257", weights_fill=True, **_FACTS)
+def stp(s: Stage) -> TaskOrder:
+    """Forwards and backwards in pairs, whose tensor-parallel sums hide behind each other; W fills the drain.
+
+    Its phases take 3p-1 microbatches; where there are fewer, those that are missing are left out of them.
+    """
+    (down, back), p, after, here = s.chunks, s.p, s.p - 1 - s.i, s.i + 1
+    most = max(s.m, 3 * p - 1)
+    steady = 2 * (most - 3 * p + here) + 1
+    order = F[down] * (2 * after) + (F[down] + F[back]) * here
+    order += F[down] * (here % 2) + pair(F[down] + F[down]) * (here // 2)
+    order += (pair(F[back] + I[back]) + pair(F[down] + owed)) * after
+    for turn in range(steady):
+        # The last backwards of a stage leave their W for the drain.
+        kind = I if turn >= steady - s.i else B
+        order += pair(F[down] + kind[down]) if turn % 2 else pair(F[back] + kind[back])
+    order += (pair(B[down]) + pair(F[back] + I[back])) * (most - p - steady // 2 - 1)
+    order += (pair(B[down]) + pair(B[back])) * here
+    order += (pair(B[down]) + owed * 2) * after + pair(B[down]) + owed.rest
+    return order.written_for(most)

@@ -34,7 +34,7 @@ from rrfp_jax.schedules.operations import Op, Per
 from rrfp_jax.schedules.request import ANY, ScheduleRequest, ScheduleShape, sharded
 from rrfp_jax.schedules.slots import execute
 from rrfp_jax.schedules.table import ScheduleTable, some, with_operations
-from rrfp_jax.schedules.tasks import linear
+from rrfp_jax.schedules.tasks import Pair, linear
 
 Description = Callable[[Stage], Described]
 _T = TypeVar("_T")
@@ -380,9 +380,10 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         # The first of equal ones: min() keeps it, and as a hint the first alternative ranks in any case.
         best = min(tables, key=lambda table: execute(table, length, hop=hop).makespan)
         return best if best is tables[0] else replace(best, hint=tables[0])
-    graph = stages[0].graph
+    graph, pairs = stages[0].graph, frozenset[Pair]()
     if isinstance(first, TaskOrder):
-        rows = [_located(name, s.i, partial(order.on, s)) for s, order in zip(stages, made, strict=True)]  # type: ignore[attr-defined]
+        both = [_located(name, s.i, partial(order.with_pairs, s)) for s, order in zip(stages, made, strict=True)]  # type: ignore[attr-defined]
+        rows, pairs = [row for row, _ in both], frozenset[Pair]().union(*(found for _, found in both))
     else:  # operations go into the finished rows
         stages = [replace(stage, graph=replace(graph, ops=())) for stage in stages]
         for s, each in zip(stages, made, strict=True):
@@ -399,6 +400,7 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         if missing:
             raise ValueError(f"schedule {name!r}, stage {stage.i} leaves out {some(missing)}: {first.remedy(missing)}")
     table = ScheduleTable.from_orders(name, stages[0].placement, graph, rows)
+    table = replace(table, pairs=pairs) if pairs else table
     return with_operations(table, unnamed) if unnamed else table
 
 

@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any
 
 from rrfp_jax.field_rules import check_types, typed, with_type
 from rrfp_jax.schedules.graph import PipelineGraph
 from rrfp_jax.schedules.operations import COMPUTE, Op, Per
-from rrfp_jax.schedules.tasks import BUILT_IN_KINDS, Placement, Task, TaskKind
+from rrfp_jax.schedules.tasks import BUILT_IN_KINDS, Pair, Placement, Task, TaskKind
 
 _Orders = Sequence[Sequence[Task]]
 _new_task = tuple.__new__
@@ -40,6 +41,9 @@ class ScheduleTable:
     placement: Placement
     graph: PipelineGraph
     rows: tuple[tuple[Task | None, ...], ...]
+    pairs: frozenset[Pair] = frozenset()
+    """The entries, each right behind the other in its row, that a stage runs as one program where it makes pairs, and
+    one after the other elsewhere."""
     weights_fill: bool = field(default=False, compare=False)
     """Whether W stand where a stage would idle. As a hint they then rank behind all F and I, wherever a stage may hold
     more than these rows do."""
@@ -96,6 +100,8 @@ class ScheduleTable:
         other).
         """
         _ = self.execution  # which checks, and keeps the result for whoever asks for it
+        if self.pairs:
+            _check_pairs(self)
         return self
 
     @cached_property
@@ -288,14 +294,22 @@ def all_needed(graph: PipelineGraph) -> Mapping[Task, tuple[Task, ...]]:
     return needed
 
 
-def execution_order(graph: PipelineGraph, orders: _Orders) -> tuple[list[Task], list[int]]:
-    """Runs the orders strictly. Returns the tasks in an order in which they can finish, and each stage's position."""
+def execution_order(
+    graph: PipelineGraph, orders: _Orders, seconds: Mapping[Task, Task] | None = None
+) -> tuple[list[Task], list[int]]:
+    """Runs the orders strictly. Returns the tasks in an order in which they can finish, and each stage's position.
+
+    ``seconds``: for the first task of each pair the second, whose inputs the stage waits for too.
+    """
     finished: list[Task] = []
     done: set[Task] = set()
     waiting: dict[Task, list[int]] = {}
     position = [0] * len(orders)
     runnable = list(range(len(orders)))
     needed = all_needed(graph)
+    if seconds:
+        both = {a: (*needed[a], *(task for task in needed[b] if task != a)) for a, b in seconds.items()}
+        needed = {**needed, **both}
     # A stage runs until its next entry is blocked, and is looked at again only once the blocker has finished: so every
     # entry is tried at most once per dependency, however many stages there are.
     while runnable:
@@ -339,6 +353,33 @@ def why_unknown(task: Task, graph: PipelineGraph) -> str:
         kinds = "I and W" if chunk in graph.split else "B"
         why = f"does not exist, because the backward of chunk {chunk} runs as {kinds}: write {kinds}"
     return f"{task} {why}"
+
+
+_MAY_JOIN = {*product("F", "FBIW"), *product("BI", "F"), *product("I", "W"), *product("W", "FI")}
+"""The kinds of two tasks that one program may run; of the last two the W may be that of the I."""
+
+
+def _check_pairs(table: ScheduleTable) -> None:
+    """Raise ValueError for a pair that no stage can run, and where strict execution in pairs cannot finish."""
+    behind = {task: order[place - 1] for order in table.orders for place, task in enumerate(order) if place}
+    firsts = {pair.first for pair in table.pairs}
+    for first, second in sorted(table.pairs):
+        if behind.get(second) != first:
+            raise ValueError(f"table {table.name!r}: {second} is paired with {first}, so put it right behind that")
+        if (first.kind, second.kind) not in _MAY_JOIN or second in firsts:
+            raise ValueError(
+                f"table {table.name!r}: {first} and {second} are no pair: join F with F, B, I or W, or I with W, once"
+            )
+        if first in all_needed(table.graph)[second] and (first.kind, second.kind) != (TaskKind.I, TaskKind.W):
+            raise ValueError(f"table {table.name!r}: {second} waits for {first}, so the two cannot run as one program")
+    seconds = {pair.first: pair.second for pair in table.pairs}
+    _, position = execution_order(table.graph, table.orders, seconds)
+    for stage, (order, at) in enumerate(zip(table.orders, position, strict=True)):
+        if at < len(order):
+            raise ValueError(
+                f"table {table.name!r} can finish with one task after the other, but not in pairs: on stage {stage} "
+                f"{order[at]} and its partner wait for tasks behind them; take a pair apart"
+            )
 
 
 # -- operations --------------------------------------------------------------------------------------------------------

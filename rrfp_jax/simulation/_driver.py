@@ -21,6 +21,7 @@ from rrfp_jax.core import (
     FinishStep,
     InputPromised,
     Instruction,
+    RunPair,
     RunTask,
     Send,
     StageArbiter,
@@ -34,7 +35,7 @@ from rrfp_jax.core import (
 from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.core.events import record
 from rrfp_jax.core.replicas import StepOwners, moved_pairs
-from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
+from rrfp_jax.schedules import COMPUTE, Absences, Pair, Task, lanes_beside
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
 from rrfp_jax.simulation.links import (
@@ -198,8 +199,8 @@ class _Stage:
         record_events: bool,
     ) -> None:
         self.arbiter, self.times = arbiter, times
-        self.dispatched: deque[tuple[float, int, Task]] = deque()
-        """(time at which the host is ready, step, task) of the running task and those behind it."""
+        self.dispatched: deque[tuple[float, int, Task | Pair]] = deque()
+        """(time at which the host is ready, step, task or pair) of the running program and those behind it."""
         self.host_free_ms = 0.0
         self.awaits_input = False
         """Whether the device waits for an input of the next task."""
@@ -281,6 +282,7 @@ class _Driver:
             self.transfers = RendezvousTransfers(*parts, arbiters, lambda stage: bool(self.stages[stage].dispatched))
         self._carry_out: dict[type[Instruction], Callable[[int, Any], None]] = {
             RunTask: self._dispatch,
+            RunPair: self._dispatch,
             Send: self.transfers.send,
             Announce: self._announce,
             WakeAt: self._wake_at,
@@ -389,10 +391,10 @@ class _Driver:
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, index: int, instruction: RunTask) -> None:
+    def _dispatch(self, index: int, instruction: RunTask | RunPair) -> None:
         stage = self.stages[index]
         step, task = instruction
-        if self._beside and task.kind in self._beside:
+        if self._beside and isinstance(task, Task) and task.kind in self._beside:
             # An operation on an engine beside compute, which is free: no host and no order of the device delay it.
             start_ms = self.queue.now_ms
             end_ms = start_ms + stage.times.duration_ms(step, task)
@@ -415,7 +417,7 @@ class _Driver:
     def _start_task(self, index: int, stage: _Stage) -> None:
         now_ms = self.queue.now_ms
         host_ready_ms, step, task = stage.dispatched[0]
-        if self.machine.awaits_inputs:
+        if self.machine.awaits_inputs and isinstance(task, Task):
             stage.awaits_input = stage.arbiter.awaits_input(task)
             if stage.awaits_input:
                 return
@@ -424,15 +426,20 @@ class _Driver:
             self._set_idle(index, stage, None)
         if start_ms > now_ms and self._keeps_record:
             self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
-        duration_ms = stage.times.duration_ms(step, task)
-        end_ms = start_ms + duration_ms
-        if stage.timer is not None:
+        end_ms = start_ms + stage.times.of_program_ms(step, task)
+        if stage.timer is not None and isinstance(task, Task):
             stage.started_ms = start_ms
             decide_ms = start_ms + 1e3 * stage.timer.delay_s(task)
             if decide_ms < end_ms:
                 self.queue.post(decide_ms, self._decide, index, RunTask(step, task))
         if self._keeps_record:
-            self.timeline.spans.append(record(Span, (step, index, task, start_ms / 1e3, end_ms / 1e3, COMPUTE)))
+            # Two tasks that run at once are drawn as halves of their time: a span is of one task.
+            tasks = task if isinstance(task, Pair) else (task,)
+            lasts_ms = (end_ms - start_ms) / len(tasks)
+            for number, one in enumerate(tasks):
+                until_ms = end_ms if number + 1 == len(tasks) else start_ms + lasts_ms
+                begun_ms = start_ms + number * lasts_ms
+                self.timeline.spans.append(record(Span, (step, index, one, begun_ms / 1e3, until_ms / 1e3, COMPUTE)))
         self.queue.post(end_ms, self._end_task, index)
 
     def _decide(self, index: int, run: RunTask) -> None:
@@ -446,12 +453,13 @@ class _Driver:
     def _end_task(self, index: int) -> None:
         stage = self.stages[index]
         _, step, task = stage.dispatched.popleft()
-        if stage.timer is not None:
+        if stage.timer is not None and isinstance(task, Task):
             stage.timer.ended(task, (self.queue.now_ms - stage.started_ms) / 1e3)
         # A task that was dispatched ahead starts before the arbiter hears of this end: its device does not wait.
         if stage.dispatched:
             self._start_task(index, stage)
-        self.transfers.task_ended(index, step, task)
+        for one in task if isinstance(task, Pair) else (task,):
+            self.transfers.task_ended(index, step, one)
         if self._senders_wait and self._keeps_record and not stage.dispatched:
             self._note_idle(index, stage)
 

@@ -17,7 +17,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import Op, Pair, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.schedules.timeline import Timeline
 
 Durations = NDArray[np.float64]
@@ -119,6 +119,9 @@ class Costs:
     """Duration of each R, once per chunk and step: one for all chunks, or one for each."""
     update_ms: float | tuple[float, ...] = 0.0
     """Duration of each U: one for all chunks, or one for each."""
+    collectives_ms: float = 0.0
+    """How much longer F and I take where they run alone, for the collectives inside them, such as sums of
+    tensor-parallel layers. A pair hides them, as B does behind its weight gradients."""
     operations_ms: Mapping[str, float] = field(default_factory=dict)
     """Durations of operations by their letters; by default an operation's own ``ms``."""
 
@@ -132,6 +135,8 @@ class Costs:
             )
         if min(map(min, once_ms)) < 0:
             raise ValueError(f"reduce_ms ({self.reduce_ms}) and update_ms ({self.update_ms}) must not be negative")
+        if not self.collectives_ms >= 0:
+            raise ValueError(f"collectives_ms is {self.collectives_ms}: give 0 or more")
         for letters, milliseconds in self.operations_ms.items():
             if not milliseconds >= 0:
                 raise ValueError(f"operation {letters!r} takes {milliseconds} ms: give 0 or more")
@@ -147,6 +152,7 @@ class StageTimes:
     __slots__ = (
         "_average_ms",
         "_base_ms",
+        "_collectives_ms",
         "_durations_ms",
         "_factors",
         "_num_given",
@@ -167,8 +173,17 @@ class StageTimes:
         self._factors: list[list[list[list[float]]]] = costs.sleeps.factors.tolist() if costs.sleeps else []
         self._base_ms = costs.sleeps.base_ms if costs.sleeps else 0.0
         self._average_ms = 0.0
+        self._collectives_ms = costs.collectives_ms
+
+    def of_program_ms(self, step: int, run: Task | Pair) -> float:
+        """Returns how long the program of a task or of a pair runs."""
+        if isinstance(run, Pair):
+            return self.duration_ms(step, run.first) + self.duration_ms(step, run.second)
+        waits_ms = self._collectives_ms if run.kind is TaskKind.F or run.kind is TaskKind.I else 0.0
+        return self.duration_ms(step, run) + waits_ms
 
     def duration_ms(self, step: int, task: Task) -> float:
+        """Returns the duration of a task, without collectives."""
         kind, chunk, microbatch = task
         if self._operations_ms and kind in self._operations_ms:
             return self._operations_ms[kind]

@@ -29,7 +29,10 @@ AUTO_CUT = "auto"
 STRICT_ORDER, FORESIGHT_ORDER, READY_ORDER = ORDERS = ("strict", "foresight", "ready")
 _MEMORY = FieldRule("at least 1 byte", lambda value: isinstance(value, str) or value >= 1)
 _INTERVAL = FieldRule("a positive number, or null", POSITIVE.holds)
-_ORDER = FieldRule("strict, foresight or ready", lambda value: value in ORDERS)
+_PAIRS = "+pairs"
+_ORDER = FieldRule(
+    f"strict, foresight or ready, perhaps with {_PAIRS}", lambda value: value.removesuffix(_PAIRS) in ORDERS
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,8 @@ class PipelineConfig:
     """How stages follow the schedule: ``strict`` keeps to its rows; ``ready`` runs the best ready task; ``foresight``
     does so too, but waits for the next entry of the schedule once that is in sight, and fills the wait. The latter two
     hold no more activations than the schedule, or than ``window`` has room for, and are the same without a
-    schedule."""
+    schedule. With ``foresight+pairs``, or another of them, a stage runs two ready tasks as one program where it can,
+    which hides the sums of ``tensor``."""
     window: int | tuple[int, ...] | str | None = None
     """The microbatches that a stage may hold, one number or one per stage, or their memory as ``512MiB``. None: as many
     as the schedule holds under ``foresight`` or ``strict``, else 32."""
@@ -96,11 +100,12 @@ class PipelineConfig:
     is learnt (docs/orders.md)."""
 
     def __post_init__(self) -> None:
-        self._check_delay()
         check_fields(self, AT_LEAST_1, "num_stages", "chunks_per_stage", "offload")
+        check_fields(self, _ORDER, "consume")
+        self._check_delay()
+        self._check_pairs()
         self._check_replicas()
         check_fields(self, NOT_NEGATIVE, "recompute")
-        check_fields(self, _ORDER, "consume")
         check_fields(self, _MEMORY, "memory_limit")
         reduce_way(self.reduce)  # which refuses what cannot be meant
         for name in self.remats:
@@ -131,7 +136,8 @@ class PipelineConfig:
     def _check_delay(self) -> None:
         check_delay(self.delay)
         refused = {
-            "consume strict": self.consume == STRICT_ORDER,
+            "consume strict": self.consumption == STRICT_ORDER,
+            "pairs of tasks": self.makes_pairs,
             "offload": self.offload is not None,
             "recompute": self.recompute is not None,
             "a window in bytes": isinstance(self.window, str),
@@ -154,11 +160,28 @@ class PipelineConfig:
             )
         if len({*self.replicas}) == 1:
             object.__setattr__(self, "replicas", self.replicas[0])
-        elif self.reduce != ReduceWay.MESSAGES or self.consume == STRICT_ORDER:
+        elif self.reduce != ReduceWay.MESSAGES or self.consumption == STRICT_ORDER:
             raise ValueError(
                 "stages with different replicas hand microbatches to each other, and add up gradients by messages: "
                 "give reduce messages, and consume foresight or ready"
             )
+
+    def _check_pairs(self) -> None:
+        if self.makes_pairs and (self.offload is not None or self.recompute is not None):
+            raise ValueError(
+                f"pairs of tasks do not go with offload or recompute, whose tasks have their own time: leave out "
+                f"{_PAIRS} of consume, or the other"
+            )
+
+    @property
+    def consumption(self) -> str:
+        """``strict``, ``foresight`` or ``ready``."""
+        return self.consume.removesuffix(_PAIRS)
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether stages run two ready tasks as one program where they can."""
+        return self.consume.endswith(_PAIRS)
 
     @property
     def most_replicas(self) -> int:

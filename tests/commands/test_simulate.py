@@ -165,7 +165,7 @@ def test_the_host_costs_unless_it_works_ahead(simulated):
     [
         (
             ("--dispatch-ahead", "-1"),
-            "dispatch_ahead is -1: give auto, just-in-time (in place of a number of tasks), certain, or 0",
+            "dispatch_ahead is -1: give auto, just-in-time (in place of a number of tasks), certain, pairs, or 0",
         ),
         (("--dispatch-ahead", "just-in-time", "--comm", "blocking"), "dispatch-ahead has no effect with blocking"),
         (("--dispatch-ahead", "later"), "dispatch_ahead is 'later': give auto, just-in-time"),

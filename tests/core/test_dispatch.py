@@ -23,6 +23,6 @@ def test_what_may_be_said(value: int | str, on_host: Dispatch, elsewhere: Dispat
 
 @pytest.mark.parametrize("value", [-1, 1, 2, "later", "", True, False, 0.0, None])
 def test_anything_else_is_refused_with_the_remedy(value: object) -> None:
-    match = r"^dispatch_ahead is .*: give auto, just-in-time \(in place of a number of tasks\), certain, or 0$"
+    match = r"^dispatch_ahead is .*: give auto, just-in-time \(in place of a number of tasks\), certain, pairs, or 0$"
     with pytest.raises(ValueError, match=match):
         dispatch_of(value, on_host=True)  # type: ignore[arg-type]

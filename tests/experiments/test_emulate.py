@@ -84,11 +84,11 @@ def test_the_figures_say_what_they_hold() -> None:
         (("--steps", 0), "at least 1"),
         (
             ("--dispatch-ahead", -1),
-            "dispatch_ahead is -1: give auto, just-in-time (in place of a number of tasks), certain, or 0",
+            "dispatch_ahead is -1: give auto, just-in-time (in place of a number of tasks), certain, pairs, or 0",
         ),
         (
             ("--dispatch-ahead", "later"),
-            "dispatch_ahead is 'later': give auto, just-in-time (in place of a number of tasks), certain, or 0",
+            "dispatch_ahead is 'later': give auto, just-in-time (in place of a number of tasks), certain, pairs, or 0",
         ),
         (("--launch-ms", 1), "give --accelerator too"),
         (("--accelerator", "--launch-ms", "nan"), "launch-ms is nan: give 0 or more milliseconds"),

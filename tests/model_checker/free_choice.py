@@ -81,7 +81,7 @@ class FreeForesight(Foresight):
     def arrived(self, number: int, time_s: float) -> None:
         pass
 
-    def finish(self, position: int, time_s: float) -> None:
+    def finish(self, position: int, time_s: float, *, goes_on: bool = False) -> None:
         pass
 
     def expected_end_s(self, position: int) -> float:

@@ -13,7 +13,9 @@ contract:
 * the stage holds more microbatches than its window, or more than its capacity where these have weights, counted from
   the tasks that started and finished;
 * a chunk that runs F only has produced more than its bound of what its readers have not taken;
-* strict consumption leaves its row;
+* strict consumption leaves its row, or runs what its table pairs one by one, where stages join tasks;
+* a pair starts beside another task, or is none: its tasks must be of kinds that may join, and ready by themselves, W of
+  the very I excepted, which counts as done then;
 * a message is sent that nobody expects, for the second time, or before what it carries is complete;
 * a step ends with a task, message or input left over;
 * the stage, or an engine of it, idles although a task is ready that window and memory admit (readiness means to skip
@@ -39,6 +41,7 @@ from rrfp_jax.core import (
     Instruction,
     Message,
     MessageKind,
+    RunPair,
     RunTask,
     Send,
     StepStarted,
@@ -78,7 +81,8 @@ class StageJudge:
         self.is_told = setting.decides_early
         """Whether the place is told that a task is about to end."""
         self.awaits_inputs = setting.awaits_inputs
-        self.decides_early = setting.decides_early or setting.certain_ahead or setting.awaits_inputs
+        self.pairs = setting.pairs
+        self.decides_early = setting.keeps_order
         """Whether tasks may be handed over behind running ones, on a device that keeps to its order."""
         self.demand_work = demand_work and not self.others
         self._others: dict[int, StageJudge] = {}
@@ -101,6 +105,9 @@ class StageJudge:
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 account = self._run(account, instruction)
+                self._check_alone(instruction.task)
+            elif isinstance(instruction, RunPair):
+                account = self._run_pair(account, instruction)
             elif isinstance(instruction, Send):
                 account = self._send(account, instruction)
             elif isinstance(instruction, TellGroup):
@@ -112,7 +119,7 @@ class StageJudge:
             elif self.awaits_inputs:  # an announcement
                 promise = self._active(account, instruction).promises.get(instruction[1:], 0)
                 account = account._replace(sent=account.sent | promise)
-        begun = [i.task for i in instructions if isinstance(i, RunTask)]
+        begun = [task for i in instructions for task in tasks_of(i)]
         if self.counts_on or self.awaits_inputs:
             begun = [self._task(account, bit) for bit in self._begun(account) if bit not in before]
         wrong = self.guidance.wrong_announcement(account, instructions, begun)
@@ -238,7 +245,27 @@ class StageJudge:
             return account
         return account._replace(due=account.queue[-1], is_told=True)
 
-    def _run(self, account: Account, instruction: RunTask) -> Account:
+    def _check_alone(self, task: Task) -> None:
+        partner = next((pair.second for pair in self.pairs or () if pair.first == task), None)
+        contract = next((c for c in self.contracts if partner in c.place), None)
+        if self.row is not None and contract is not None:
+            raise Violation(f"{self.name} runs {task} without {partner}, with which its row joins it")
+
+    def _run_pair(self, account: Account, instruction: RunPair) -> Account:
+        step, (first, second) = instruction
+        contract = self._active(account, instruction)
+        if self.pairs is None or (self.row is not None and instruction.task not in self.pairs):
+            raise Violation(f"{self.name} runs {instruction.task}, which is no pair of it")
+        if account.started & ~account.finished & contract.compute:
+            raise Violation(f"{self.name} runs {instruction.task} beside another task")
+        if "".join(sorted((first.kind, second.kind))) not in ("BF", "FI", "FW", "IW", "FF"):
+            raise Violation(f"{self.name} runs {instruction.task}, whose kinds cannot join")
+        account = self._run(account, RunTask(step, first))
+        if (first.kind, second.kind) == ("I", "W") and first[1:] == second[1:]:
+            account = account._replace(due=1 << contract.place[first])
+        return self._run(account, RunTask(step, second), beside=1)
+
+    def _run(self, account: Account, instruction: RunTask, *, beside: int = 0) -> Account:
         task, contract = instruction.task, self._active(account, instruction)
         place = contract.place.get(task)
         if place is None:
@@ -249,7 +276,7 @@ class StageJudge:
         if not account.has(needs) and not self._may_await(contract, account, place):
             raise Violation(f"{self.name} runs {task} before {self._lacking(contract, account, task)}")
         if contract.compute >> place & 1:
-            account = self._compute(contract, account, place)
+            account = self._compute(contract, account, place, beside)
         else:
             account = self._run_beside(contract, account, place)
         self._check_memory(contract, account, task)
@@ -268,14 +295,14 @@ class StageJudge:
         is_promised = all(contract.promised_by.get(packet, 0) & account.delivered for packet in inputs)
         return is_promised and place == self.admission.next_entry(contract, account)
 
-    def _compute(self, contract: Contract, account: Account, place: int) -> Account:
+    def _compute(self, contract: Contract, account: Account, place: int, beside: int) -> Account:
         """The account once a task of the stage's own lane runs."""
         account = account._replace(started=account.started | 1 << place, is_told=False, wake_s=None)
         if self.decides_early:
             account = account._replace(queue=(*account.queue, 1 << place))
             if self.counts_on and not account.due:
                 account = account._replace(due=1 << place)
-        capacity = 1 + (account.due > 0)
+        capacity = 1 + max(account.due > 0, beside)
         if (account.started & ~account.finished & contract.compute).bit_count() > capacity:
             raise Violation(f"{self.name} runs {contract.tasks[place]} beside {capacity} other tasks")
         return account
@@ -332,7 +359,7 @@ class StageJudge:
         if account.wake_s is None or event.step != account.step or event.time_s < account.wake_s:
             return account
         compute, place = self.contracts[account.step].compute, self.contracts[account.step].place
-        if not any(isinstance(i, RunTask) and compute >> place.get(i.task, 0) & 1 for i in instructions):
+        if not any(compute >> place.get(task, 0) & 1 for i in instructions for task in tasks_of(i)):
             raise Violation(f"{self.name} goes on holding after the tick that it asked for")
         return account._replace(wake_s=None)
 
@@ -425,6 +452,13 @@ class StageJudge:
             raise Violation(f"{self.name} idles although {task} is ready and admissible")
         if account.wake_s is None:
             raise Violation(f"{self.name} holds {task} and has not asked to be woken")
+
+
+def tasks_of(instruction: Instruction) -> tuple[Task, ...]:
+    """The tasks that an instruction starts."""
+    if isinstance(instruction, RunPair):
+        return instruction.task
+    return (instruction.task,) if isinstance(instruction, RunTask) else ()
 
 
 def stuck(setting: Setting, unfinished: Iterable[int]) -> str:

@@ -28,6 +28,7 @@ from rrfp_jax.core import (
     InputPromised,
     Instruction,
     Message,
+    RunPair,
     RunTask,
     Send,
     StepStarted,
@@ -39,7 +40,7 @@ from rrfp_jax.core import (
 from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from tests.model_checker.account import Account
 from tests.model_checker.contract import wiring
-from tests.model_checker.judge import StageJudge, diverging, stuck
+from tests.model_checker.judge import StageJudge, diverging, stuck, tasks_of
 from tests.model_checker.packets import Stimulus
 from tests.model_checker.setting import Setting
 from tests.model_checker.trace import CheckError, Violation
@@ -139,8 +140,11 @@ class _Walk:
             self._carry_out(place, instruction)
 
     def _carry_out(self, place: int, instruction: Instruction) -> None:
-        if isinstance(instruction, RunTask):
-            self._run(place, instruction)
+        if isinstance(instruction, RunTask | RunPair):
+            first, *rest = tasks_of(instruction)
+            self._run(place, RunTask(instruction.step, first))
+            for second in rest:
+                self._run(place, RunTask(instruction.step, second), with_task=first)
         elif isinstance(instruction, Send):
             promise = self.wires.contracts[place][instruction.step].sends[instruction.message, instruction.stage]
             for target, arrival, _ in self.wires.packets.stimuli(promise.sent):
@@ -186,8 +190,8 @@ class _Walk:
         for _ in range(EARLY_TICKS[self.draw(len(EARLY_TICKS))]):
             self._schedule(self.now_s + left_s * self.draw(8) / 8, place, tick)
 
-    def _run(self, place: int, instruction: RunTask) -> None:
-        self._check_dependencies(place, instruction)
+    def _run(self, place: int, instruction: RunTask, with_task: Task | None = None) -> None:
+        self._check_dependencies(place, instruction, with_task)
         self.handed_over.add(instruction)
         group, stage = self.setting.group_of(place), self.setting.places[place].stage
         what = diverging([self.accounts[member].launched for member in group], stage)
@@ -230,7 +234,8 @@ class _Walk:
             told_s = self.now_s + self.draw(int(at_s - self.now_s) + 1) + self._delay_s() // 5
             self._schedule(told_s, place, DecideNow(step, 0.0, task))
 
-    def _check_dependencies(self, place: int, instruction: RunTask) -> None:
+    def _check_dependencies(self, place: int, instruction: RunTask, with_task: Task | None) -> None:
+        """``with_task``: the task that is its partner, of which only a W of it may have need."""
         step, task = instruction
         is_queued = self.setting.graph.lane(task.kind) == COMPUTE
         due = self.judges[place].due_task(self.accounts[place]) if is_queued else None
@@ -242,6 +247,8 @@ class _Walk:
             is_once = dependency.microbatch < 0  # on the stage itself, if the step has it
             if self.setting.awaits_inputs and (step, dependency) in self.handed_over:
                 continue  # the judge knows what was promised
+            if task.kind is TaskKind.W and dependency == with_task:
+                continue
             if (step, dependency) not in self.finished and dependency != due and (not is_once or dependency in exists):
                 raise Violation(f"{task} of step {step} runs before {dependency} has finished")
 

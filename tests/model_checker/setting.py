@@ -29,7 +29,7 @@ from rrfp_jax.core import (
 from rrfp_jax.core.hints import schedule_hint
 from rrfp_jax.core.replicas import StepOwners
 from rrfp_jax.core.stage_setup import OtherRows
-from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, Task, absences, bits
+from rrfp_jax.schedules import Absences, Edge, Pair, PipelineGraph, Placement, Task, absences, bits
 from tests.model_checker.operations import Operations
 
 Policy = Hint | tuple[Task, ...]
@@ -77,6 +77,8 @@ class Setting:
     """How far chunks that run F only may run ahead of those that read them."""
     foresight: ForesightRules | None = None
     """How the stages wait for their tables' next entries; exhaustive exploration puts free choice in its place."""
+    pairs: frozenset[Pair] | None = None
+    """Where stages join tasks, the entries of strict rows that run as one program; None: no task has a partner."""
     arbiter: type[StageArbiter] = StageArbiter
     """The class under test; tests of the checks put broken ones here."""
     delays: tuple[int, ...] = ()
@@ -321,7 +323,7 @@ class Setting:
             self.graph,
             self.placement,
             stage,
-            consumption=_consumption(self.policies[stage]),
+            consumption=_consumption(self.policies[stage], self.pairs or frozenset()),
             window=self.windows[stage],
             capacity=self.capacities[stage] if self.capacities else None,
             rules=self.rules,
@@ -332,6 +334,7 @@ class Setting:
             evaluation_batches=self.evaluation_batches if self.evaluates else 0,
             other_rows=OtherRows(made={number: row for (of, number), row in self.other_rows.items() if of == stage}),
             delay=self.delays[stage] if self.delays else 0,
+            pairs=self.pairs is not None,
         )
         num_members = self.group_size(stage)
         if num_members > 1:
@@ -341,7 +344,7 @@ class Setting:
     @property
     def keeps_order(self) -> bool:
         """Whether devices run tasks in the order in which these were handed over."""
-        return self.decides_early or self.certain_ahead or self.awaits_inputs
+        return self.decides_early or self.certain_ahead or self.awaits_inputs or self.pairs is not None
 
     def wiring_key(self) -> Hashable:
         """Equal for settings whose places exchange the same messages in the same steps."""
@@ -365,6 +368,7 @@ class Setting:
             self.decides_early,
             self.certain_ahead,
             self.foresight,
+            self.pairs,
             tuple(self.other_rows.items()),
         )
         own = (place, memory, self.ahead(stage), *ways)
@@ -384,7 +388,7 @@ class Setting:
             f"{f', of which {sorted(self.evaluates)} evaluate' if self.evaluates else ''}"
             f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
             f"{', certain choices early' if self.certain_ahead else ''}"
-            f"{', promised inputs' if self.awaits_inputs else ''}"
+            f"{', promised inputs' if self.awaits_inputs else ''}{', in pairs' if self.pairs is not None else ''}"
             f"{f', owners {self.owners}' if self.owners else ''}"
             f"{f', footprints {self.footprints}' if self.footprints else ''}"
             f"{f', weights {self.weights} of {self.capacities}' if self.weights else ''}"
@@ -403,5 +407,5 @@ class Setting:
         return f", processes per stage {self.groups}, protocol {self.protocol}, {ends}"
 
 
-def _consumption(policy: Policy) -> Consumption:
-    return strict(policy) if isinstance(policy, tuple) else ready(policy)
+def _consumption(policy: Policy, pairs: frozenset[Pair]) -> Consumption:
+    return strict(policy, pairs) if isinstance(policy, tuple) else ready(policy)

@@ -111,6 +111,7 @@ def test_box_stands_where_its_task_ran(tmp_path: Path) -> None:
     assert centres[TaskKind.F][1] < centres[TaskKind.B][1]
 
 
+@pytest.mark.slow
 def test_very_many_tasks_become_shares(wide: SampleTimeline, tmp_path: Path) -> None:
     timeline = wide(64, 512)
     start = time.perf_counter()

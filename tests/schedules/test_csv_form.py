@@ -48,6 +48,8 @@ def test_an_overlapped_pair_and_a_full_backward_of_a_split_chunk_are_read_as_the
     table = from_csv("0F0,0F1,1F0,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1")
     assert " ".join(map(str, table.orders[0])) == "0F0 0F1 1F0 1B0 1F1 0I0 0W0 1B1 0I1 0W1"
     assert table.graph.split == {0}
+    assert [tuple(map(str, pair)) for pair in table.pairs] == [("1F1", "0I0")]
+    assert to_csv(table) == "0F0,0F1,1F0,1B0,(1F1;0I0)OVERLAP_F_B,0W0,1B1,0I1,0W1\n"
 
 
 def test_what_torch_adds_in_lowering_is_left_out_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,11 +59,6 @@ def test_what_torch_adds_in_lowering_is_left_out_with_a_note(caplog: pytest.LogC
     assert [record.getMessage() for record in caplog.records] == [
         "table 'dumped': its RECV_B, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F, UNSHARD are left out, "
         "stages send and keep what they need"
-    ]
-    caplog.clear()
-    from_csv("0F0,0F1,1F0,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0B1", name="pairs")
-    assert [record.getMessage() for record in caplog.records] == [
-        "table 'pairs': overlapped pairs run one after the other, as written"
     ]
 
 

@@ -21,6 +21,7 @@ ALL = {
         "hanayo",
         "interleaved-1f1b",
         "interleaved-1f1b-split",
+        "stp",
         "v-half",
         "v-min",
         "zb-auto",

@@ -21,6 +21,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_parts import batch_costs, cut_language_model, model_flops
 from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.training_console import TrainingConsole
+from rrfp_jax.core.dispatch import AUTO, PAIRS
 from rrfp_jax.data.dataset import Batch
 from rrfp_jax.hf.model_folder import files_are_kept, keep_files
 from rrfp_jax.models.float8 import float8_notes
@@ -99,7 +100,9 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
 
 def _runtime_options(config: TrainConfig) -> RuntimeOptions:
     return RuntimeOptions(
-        memory_limit=config.pipeline.memory_limit, progress_deadline_s=config.cluster.progress_deadline_s
+        memory_limit=config.pipeline.memory_limit,
+        progress_deadline_s=config.cluster.progress_deadline_s,
+        dispatch_ahead=PAIRS if config.pipeline.makes_pairs else AUTO,
     )
 
 

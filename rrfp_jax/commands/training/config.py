@@ -66,6 +66,7 @@ from rrfp_jax.record_files import read_bounded, read_yaml
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.run_config import (
     AUTO_CUT,
+    FORESIGHT_ORDER,
     OPTIMIZERS,
     ORDERS,
     SCHEDULES,
@@ -242,7 +243,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "projector.kind": tuple(PROJECTOR_KINDS),
         "pipeline.layout": (AUTO_CUT, "TEXT"),
         "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
-        "pipeline.consume": ORDERS,
+        "pipeline.consume": (*ORDERS, f"{FORESIGHT_ORDER}+pairs"),
         "pipeline.hint": (*hint_names(), "FILE.py:NAME"),
         "pipeline.remat": REMATS,
         "pipeline.backward": (SPLIT, FUSED),

@@ -188,11 +188,11 @@ def ordering_of(layout: PipelineConfig) -> OrderingOptions:
     return OrderingOptions(
         schedule=schedule,
         group_size=group_size,
-        consume=STRICT if layout.consume == STRICT else READY,
+        consume=STRICT if layout.consumption == STRICT else READY,
         hint=layout.hint,
         window=None if isinstance(layout.window, str) else layout.window,
         backward=layout.backward,
-        foresight=False if layout.consume == READY and is_guided else None,
+        foresight=False if layout.consumption == READY and is_guided else None,
         delay=layout.delay or None,
         offload=layout.offload,
         recompute=layout.recompute,

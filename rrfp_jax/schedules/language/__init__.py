@@ -10,6 +10,7 @@ from rrfp_jax.schedules.language.orders import W as W
 from rrfp_jax.schedules.language.orders import given as given
 from rrfp_jax.schedules.language.orders import nothing as nothing
 from rrfp_jax.schedules.language.orders import owed as owed
+from rrfp_jax.schedules.language.orders import pair as pair
 from rrfp_jax.schedules.language.orders import rounds as rounds
 from rrfp_jax.schedules.language.orders import stream as stream
 from rrfp_jax.schedules.language.rule import Rule as Rule

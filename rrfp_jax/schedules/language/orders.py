@@ -1,7 +1,8 @@
 """Orders: the tasks of a stage, phase by phase, as the published constructions are written.
 
 ``a + b`` is a and then b; ``a * n`` is a, n times; ``a.until(F[c])`` is a again and again until all F of chunk c are
-there. A B of a split backward is I with its W right behind it.
+there; ``pair(a)`` is a, whose first two tasks a stage may run as one program. A B of a split backward is I with its W
+right behind it.
 
 A *stream*, such as ``F[c]``, is all passes of a kind on a stage, numbered from 0: by microbatch on each chunk, or as
 :meth:`Stream.over` lists them. As a phase it is the next microbatch of that kind on that chunk, or nothing where none
@@ -21,7 +22,7 @@ from rrfp_jax.schedules.graph import PipelineGraph
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
 from rrfp_jax.schedules.operations import Op
 from rrfp_jax.schedules.table import why_unknown
-from rrfp_jax.schedules.tasks import BUILT_IN, Task, TaskKind
+from rrfp_jax.schedules.tasks import BUILT_IN, Pair, Task, TaskKind
 
 _Shift = int | Callable[[int], int]
 """A number of rounds, or a function that returns it for a chunk."""
@@ -36,6 +37,10 @@ class OrderRow:
         self.stage, self.limit = stage, stage.m
         """The number of microbatches to write; the stage may have fewer."""
         self.places: dict[Task, int] = {}
+        self.tasks: list[Task] = []
+        """The same, in their order."""
+        self.pairs: set[Pair] = set()
+        """Tasks, each right behind the other, that may run as one program."""
         self._inputs: list[Task] = []
         """W of every I in the row, in the order of the I."""
         self._owed_from = 0
@@ -61,6 +66,7 @@ class OrderRow:
             here = len(places)
             if places.setdefault(task, here) != here:
                 raise Mistake(f"{task} stands at {places[task]} and again at {here}: keep one of them")
+            self.tasks.append(task)
             if part is TaskKind.I:
                 self._inputs.append(_new_task(Task, (TaskKind.W, chunk, microbatch)))
 
@@ -182,13 +188,34 @@ class TaskOrder(Described):
 
     def on(self, stage: Stage) -> list[Task]:
         """Returns the tasks of this order on a stage. Raises :class:`Mistake` for an error in the description."""
+        return self.with_pairs(stage)[0]
+
+    def with_pairs(self, stage: Stage) -> tuple[list[Task], set[Pair]]:
+        """Returns the tasks of this order on a stage, and those that may run as one program. Raises as :meth:`on`."""
         row = OrderRow(stage)
         self.write(row)
-        return [task for task in row.places if task[2] < stage.m]
+        pairs = {pair for pair in row.pairs if max(task.microbatch for task in pair) < stage.m}
+        return [task for task in row.tasks if task[2] < stage.m], pairs
 
     def peak(self, stage: Stage) -> float:
         """Returns the most activations that a stage holds at once."""
         return max(_held_along(stage.graph, self.on(stage)))
+
+
+def pair(order: TaskOrder) -> TaskOrder:
+    """Returns the order whose first two tasks may run as one program: ``pair(F[0] + B[1])``, or the two halves of a
+    split backward by itself, ``pair(B[1])``. An order that writes fewer is left alone."""
+    if not isinstance(order, TaskOrder):
+        raise Mistake(f"{order!r} is no order: join the tasks of one, such as pair(F[0] + B[1])")
+
+    def write(row: OrderRow) -> None:
+        start = len(row.tasks)
+        order.write(row)
+        both = row.tasks[start : start + 2]
+        if len(both) == 2:
+            row.pairs.add(Pair(*both))
+
+    return TaskOrder(write)
 
 
 nothing = TaskOrder()

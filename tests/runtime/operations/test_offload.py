@@ -137,7 +137,7 @@ COSTLESS |= {"chimera": 0.75, "hanayo": 0.6}
 """Up to which round trip, in forwards and backwards of a chunk, copies hide behind compute in 3 slots and more."""
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("consume", ["strict", "ready"])
 @pytest.mark.parametrize("name", COSTLESS)
 def test_copies_hide_behind_compute(name: str, consume: str) -> None:
