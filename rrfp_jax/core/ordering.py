@@ -338,10 +338,6 @@ class Ordering:
             )
         if isinstance(self.window, str):
             parse_bytes(self.window, "window")
-        if self.pairs and self.delay:
-            raise ValueError(f"steps that overlap (delay {self.delay}) run their tasks one by one: leave pairs out")
-        if self.pairs and (self.ops or (self.schedule is not None and self.schedule.graph.ops)):
-            raise ValueError("operations run between single tasks: leave pairs out, or take an order without ops")
 
     @property
     def window_bytes(self) -> int | None:
@@ -359,13 +355,7 @@ class Ordering:
         return self.follows_table and self.consume == READY
 
     def check_deterministic(self) -> None:
-        """Raise ValueError for a schedule that deterministic runs cannot keep to, strictly or within its memory, or for
-        pairs that depend on timing."""
-        if self.pairs and self.consume != STRICT:
-            raise ValueError(
-                "which tasks run in pairs depends on what is ready, and a program of two may round otherwise: leave "
-                f"pairs out of deterministic runs, or take a schedule with consume {STRICT}"
-            )
+        """Raise ValueError for a schedule that deterministic runs cannot keep to, strictly or within its memory."""
         if self._table is not None and self._keeps_to_table:
             self._table.check_accumulation()
 

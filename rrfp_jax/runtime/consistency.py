@@ -105,18 +105,15 @@ def check_same_work(process: Process, work: Iterable[tuple[str, dict[str, str]]]
     )
 
 
-def planned_work(model: HostedModel, planned: Plans, *, pairs: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields the traced programs and rules of units and stages that several processes share.
-
-    With ``pairs`` two of these programs also run as one, which these programs determine.
-    """
+def planned_work(model: HostedModel, planned: Plans) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the traced programs and rules of units and stages that several processes share."""
     layout = model.process.layout
     for unit in model.process.units:
         if len(layout.ranks_of(unit)) > 1:
             replica = layout.replica_of(unit)
             device = model.process.own_device(unit)
             kind = f"{device.device_kind} ({' '.join(device.client.platform_version.split())})"
-            work = {"the kind of its devices": kind, "whether tasks run in pairs": str(pairs)}
+            work = {"the kind of its devices": kind}
             seen: set[Hashable] = set()
             for base in _chunks_of(model, unit):
                 work |= _lowered(model, base, replica, planned[base], seen)

@@ -19,7 +19,7 @@ from math import ceil
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
-from rrfp_jax.core.dispatch import AUTO
+from rrfp_jax.core.dispatch import PAIRS
 from rrfp_jax.core.rebalancing import OwnerPlanner, adopted_owners
 from rrfp_jax.core.replicas import (
     Replication,
@@ -57,6 +57,7 @@ from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import PipelineGraph, TaskKind
 
 _LOG = logging.getLogger(__name__)
+_LEAVE_PAIRS_OUT = f"leave dispatch_ahead {PAIRS} out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,9 @@ def prepare_pipeline(
     Raises ValueError if chunks, graph, batch and memory do not fit, before anything runs.
     """
     process, num_replicas = model.process, model.process.layout.data
-    check_pairs(ordering, options)
+    dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
+    if dispatch.pairs:
+        check_pairs(model, graph, ordering)
     graph = _for_batch(graph, num_microbatches, ordering, num_replicas)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
@@ -123,12 +126,10 @@ def prepare_pipeline(
             progress,
             max_programs=options.max_programs,
             evaluation=evaluated,
-            pairs=ordering.pairs,
-            check_plans=lambda planned: check_same_work(
-                process, planned_work(model, planned, pairs=ordering.pairs), "plans"
-            ),
+            pairs=dispatch.pairs,
+            check_plans=lambda planned: check_same_work(process, planned_work(model, planned), "plans"),
         )
-        if ordering.pairs and (note := _note_on_pairs(model)) is not None:
+        if dispatch.pairs and (note := _note_on_pairs(model)) is not None:
             _LOG.warning("%s", note)
         sizes, of_evaluation, devices = _gather_sizes(model, programs, buckets, evaluated)
         order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
@@ -147,12 +148,10 @@ def prepare_pipeline(
         model.connect(programs)
     copies = replication(graph, num_replicas)
     rules = model.updates.step_rules(num_replicas)
-    # A task that is handed over early runs alone, so with pairs every choice waits for the end of the running task.
-    ahead = 0 if ordering.pairs else options.dispatch_ahead
-    dispatch = dispatch_of(ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
     arbiters = order.arbiters(
         rules,
         certain_ahead=dispatch.certain,
+        pairs=dispatch.pairs,
         members=process.members(),
         protocol=GroupProtocol(options.group_protocol),
         shortest_s=process.shortest_foreseen_s(),
@@ -261,7 +260,9 @@ def compile_only(
     Raises ValueError if chunks, graph and batch do not fit.
     """
     process, num_replicas = model.process, model.process.layout.data
-    check_pairs(ordering, options)
+    pairs = options.dispatch_ahead == PAIRS
+    if pairs:
+        check_pairs(model, graph, ordering)
     graph = _for_batch(graph, num_microbatches, ordering, num_replicas)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     programs = model.compile(
@@ -270,7 +271,7 @@ def compile_only(
         progress,
         max_programs=options.max_programs,
         evaluation=evaluated,
-        pairs=ordering.pairs,
+        pairs=pairs,
     )
     copies = replication(graph, num_replicas)
 
@@ -297,13 +298,20 @@ def compile_only(
     )
 
 
-def check_pairs(ordering: Ordering, options: RuntimeOptions) -> None:
-    """Raises ValueError for an order with pairs whose tasks would be handed over ahead of time."""
-    if ordering.pairs and options.dispatch_ahead not in (AUTO, 0):
+def check_pairs(model: HostedModel, graph: PipelineGraph, ordering: Ordering) -> None:
+    """Raises ValueError where tasks cannot run in pairs."""
+    layout, updates = model.process.layout, model.updates
+    if ordering.delay:
+        raise ValueError(f"steps that overlap (delay {ordering.delay}) run their tasks one by one: {_LEAVE_PAIRS_OUT}")
+    if graph.ops:
+        raise ValueError(f"operations have their own time between tasks: {_LEAVE_PAIRS_OUT}, or the operations")
+    if updates.deterministic and ordering.consume != STRICT:
         raise ValueError(
-            f"dispatch_ahead is {options.dispatch_ahead!r}, and with pairs a stage chooses its next tasks once the "
-            f"running ones have ended: give dispatch_ahead {AUTO} or 0, or leave pairs out"
+            "which tasks run in pairs depends on what is ready, and a program of two may round otherwise than each "
+            f"alone: in deterministic runs take a schedule with consume {STRICT}, or {_LEAVE_PAIRS_OUT}"
         )
+    if any(len(layout.ranks_of(unit)) > 1 for unit in range(layout.num_units)):
+        raise ValueError(f"pairs are for stages of one process: give every stage one, or {_LEAVE_PAIRS_OUT}")
 
 
 def _note_on_pairs(model: HostedModel) -> str | None:

@@ -474,7 +474,6 @@ class ProgramStage:
         read: tuple[Any, ...] = ()
         try:
             if isinstance(task, Pair):
-                # Both are ready, so none of them reads what the other one makes.
                 read = (self._read(step, task.first), self._read(step, task.second))
                 enqueued = self._together(step, task, *read)
             else:
@@ -516,16 +515,21 @@ class ProgramStage:
 
     def _together(self, step: int, pair: Pair, *reads: tuple[Any, ...]) -> _Enqueued:
         """Launches two tasks; returns the rest of the work of both."""
-        tasks = [
-            self._in_calls[task.kind](step, task.chunk, task.microbatch, *read)
+        makes = [
+            partial(self._in_calls[task.kind], step, task.chunk, task.microbatch, *read)
             for task, read in zip(pair, reads, strict=True)
         ]
-        begun = [_begun(task) for task in tasks]
-        program, results = self._run_both(*begun)
-        rest = [
-            _gone_on(task, result) if isinstance(each, Call) else each
-            for task, each, result in zip(tasks, begun, results, strict=True)
-        ]
+        program: PairProgram | None = None
+        if pair.first[1:] == pair.second[1:]:  # W of this very I, which reads residuals of its program.
+            rest = [_alone(make) for make in makes]
+        else:
+            tasks = [make() for make in makes]
+            begun = [_begun(task) for task in tasks]
+            program, results = self._run_both(*begun)
+            rest = [
+                _gone_on(task, result) if isinstance(each, Call) else each
+                for task, each, result in zip(tasks, begun, results, strict=True)
+            ]
         return _Enqueued(
             [each.awaited for each in rest],
             [post for each in rest for post in each.posts],

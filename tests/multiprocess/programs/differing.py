@@ -29,7 +29,7 @@ def main() -> None:
     if difference == "compiled":  # as if compilers made different programs of equal ones
         from rrfp_jax.runtime import prepare as prepared
 
-        prepared.planned_work = lambda model, planned, **_: ()
+        prepared.planned_work = lambda model, planned: ()
     _train(process, difference if place.rank else "nothing")
     process.finish()
 
