@@ -20,7 +20,7 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import Buckets, StepBatch
-from rrfp_jax.programs.microbatch_programs import compile_pair
+from rrfp_jax.programs.microbatch_programs import PAIRED_PROGRAMS, compile_pair
 from rrfp_jax.programs.program_text import ProgramText
 from rrfp_jax.runtime.event_log import RunLog, read_log, write_log
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms
@@ -48,8 +48,8 @@ from tests.test_pipeline_kinds import counting, num_compiled
 NUM_MICROBATCHES, NUM_ROWS, LENGTH = 4, 2, 8
 OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01)
 ON_ONE_STAGE = Placement((0, 0))
-FUSED = "0F0 1F0 0F1+1B0 1F1+0B0 1B1 0F2+0B1 1F2 1B2 0B2"
-SPLIT = "0F0 1F0 0F1+1I0 1F1+0I0 0F2+1W0 1I1+0W0 1F2+1W1 0I1 1I2+0W1 0I2+1W2 0W2"
+FUSED = "0F0+0F3 1F0+1F3 0F1+1B0 1F1+0B0 1B1 0F2+0B1 1F2+1B3 1B2 0B3 0B2"
+SPLIT = "0F0+0F3 1F0+1F3 0F1+1I0 1F1+0I0 0F2+1W0 1I1+0W0 1F2+1W1 0I1 1I2+0W1 0I2+1W2 0W2 1I3+1W3 0I3+0W3"
 
 
 @cache
@@ -79,7 +79,7 @@ class OneStage:
     """A stage with both chunks of a small model, and its programs; no arbiter chooses its tasks."""
 
     def __init__(self, *, split: bool, num_devices: int = 2) -> None:
-        self.graph: PipelineGraph = chain(2, 3, split=split)
+        self.graph: PipelineGraph = chain(2, 4, split=split)
         chunks = plain_model((1, 1), tied=False)
         process = Process(Layout(num_stages=1, mesh={"tensor": num_devices}), num_devices=num_devices)
         rules = UpdateRules()
@@ -96,7 +96,7 @@ class OneStage:
         self.buckets = Buckets(chunks, [bucket])
         self.counted: list[tuple[int, int]] = []
         self.programs: HostedPrograms = self.model.compile(
-            self.graph, self.buckets, lambda *counts: self.counted.append(counts), pairs=True
+            self.graph, self.buckets, lambda *counts: self.counted.append(counts), pairs=PAIRED_PROGRAMS
         )
 
     def stage(self, *, pairs: bool) -> ProgramStage:
@@ -109,7 +109,7 @@ class OneStage:
             self.model.initial_state(self.graph, jax.random.key(0)).chunks,
             graph=self.graph,
             placement=ON_ONE_STAGE,
-            copies=Replication(num_chunks=2, num_microbatches=3, num_replicas=1),
+            copies=Replication(num_chunks=2, num_microbatches=4, num_replicas=1),
             update_rules=UpdateRules(),
             step_rules=StepRules(),
             stop_requests=SimpleNamespace(),  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class OneStage:
             send_array=lambda value, receiver, message, bucket, step: value,
             pairs=self.programs.pairs if pairs else None,
         )
-        stage.begin(0, StepBatch(leaves=make_batches()[0], buckets=[0] * 3), self.graph)
+        stage.begin(0, StepBatch(leaves=make_batches()[0], buckets=[0] * 4), self.graph)
         return stage
 
     def results(self, tasks: Sequence[Task | Pair], *, pairs: bool) -> list[np.ndarray]:
@@ -156,20 +156,21 @@ def test_a_pair_runs_the_program_of_both_and_takes_over_what_each_would(made: tu
         before = [*jax.tree.leaves(stage.states[0].accumulators), *jax.tree.leaves(stage.states[1].accumulators)]
         launched = stage.launch(0, task)
         *_, enqueued, _read = launched.wait.args  # type: ignore[attr-defined]
-        # The first chunk sends no gradient, so that its I has no program.
-        assert (enqueued.pair is not None) == (isinstance(task, Pair) and "0I" not in str(task))
+        # The first chunk sends no gradient, so that its I has no program; and a W cannot run beside its own I.
+        runs_alone = "0I" in str(task) or str(task) == "1I3+1W3"
+        assert (enqueued.pair is not None) == (isinstance(task, Pair) and not runs_alone)
         ran += enqueued.pair is not None
         launched.wait()
         adds = any(each.kind in "BW" for each in (task if isinstance(task, Pair) else (task,)))
         assert any(leaf.is_deleted() for leaf in before) == adds
         del before
-    assert ran == (3 if text == FUSED else 5)
+    assert ran == (6 if text == FUSED else 7)
 
 
 def test_pair_programs_hold_the_work_of_both(made: tuple[OneStage, str]) -> None:
     one, text = made
     titles = [title for chunk in one.programs.chunks.values() for title in chunk.compiled if title.startswith("pair ")]
-    assert len(titles) == len(one.programs.pairs) == (4 if text == FUSED else 8)
+    assert len(titles) == len(one.programs.pairs) == (7 if text == FUSED else 11)
     done, total = one.counted[-1]
     assert done == total == len({id(p) for chunk in one.programs.chunks.values() for p in chunk.compiled.values()})
     for both, pair in one.programs.pairs.items():

@@ -6,9 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.core import DecideNow, Event, InputArrived, Message, MessageKind, TaskFinished
+from rrfp_jax.core import (
+    DecideNow,
+    Event,
+    InputArrived,
+    Instruction,
+    Message,
+    MessageKind,
+    RunPair,
+    RunTask,
+    TaskFinished,
+)
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
-from rrfp_jax.schedules import Op, Placement, Task, TaskKind
+from rrfp_jax.schedules import Op, Pair, Placement, Task, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline
 
 
@@ -18,6 +28,10 @@ from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline
         (Placement, Placement((0, 1, 0))),
         (Event, TaskFinished(3, 0.5, Task(TaskKind.F, 1, 2))),
         (Event, DecideNow(3, 0.5, Task(TaskKind.B, 1, 2))),
+        (Instruction, RunTask(3, Task.parse("0F0"))),
+        (Instruction, RunPair(3, Pair(Task.parse("0F0"), Task.parse("0B1")))),
+        (Task | Pair, Pair(Task.parse("0F0"), Task.parse("0B1"))),
+        (Task | Pair, Task.parse("0F0")),
         (Event, InputArrived(3, 0.5, Message(MessageKind.GRADIENT, 2, 1, 7))),
         (Timeline, Timeline(2, [Span(0, 1, Task(TaskKind.U, 1), 0.25, 1e-3)])),
         (dict[IdleReason, float], {IdleReason.FILL: 0.5, IdleReason.INPUT: 0.25}),

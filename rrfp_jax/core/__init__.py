@@ -20,7 +20,7 @@ from rrfp_jax.core.events import MemberStarted as MemberStarted
 from rrfp_jax.core.events import Message as Message
 from rrfp_jax.core.events import MessageKind as MessageKind
 from rrfp_jax.core.events import Note as Note
-from rrfp_jax.core.events import Run as Run
+from rrfp_jax.core.events import RunInstruction as RunInstruction
 from rrfp_jax.core.events import RunPair as RunPair
 from rrfp_jax.core.events import RunTask as RunTask
 from rrfp_jax.core.events import Send as Send

@@ -238,7 +238,7 @@ class TellGroup(NamedTuple):
     note: Note
 
 
-Run = RunTask | RunPair
+RunInstruction = RunTask | RunPair
 """The instructions that start tasks."""
 Instruction = RunTask | RunPair | Send | Announce | WakeAt | TellGroup | FinishStep
 

@@ -12,7 +12,7 @@ bucket's programs take the values that they were traced with; a value that sever
 computed in the same way, and is then derived once.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -31,7 +31,6 @@ from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, tra
 from rrfp_jax.programs.chunk_plan import ChunkPlan, WeightResidualBytes, naming_chunk
 from rrfp_jax.programs.compiling import compile_program, count_programs
 from rrfp_jax.programs.microbatch_programs import (
-    PAIRS,
     KindPrograms,
     MicrobatchPrograms,
     PairProgram,
@@ -400,7 +399,7 @@ class CompiledChunk:
 # -- pairs of programs -------------------------------------------------------------------------------------------------
 
 PairPrograms = dict[tuple[Compiled, Compiled], PairProgram]
-"""Programs that do the work of two, by these two, in the order of :data:`PAIRS`."""
+"""Programs that do the work of two, by these two, in the order of :data:`PAIRED_PROGRAMS`."""
 
 
 class PairOfPrograms(NamedTuple):
@@ -410,11 +409,14 @@ class PairOfPrograms(NamedTuple):
     second: tuple[int, int, str]
 
 
-def pairs_of(variants: Mapping[int, tuple[Sequence[Variant], Sequence[int | None]]]) -> list[PairOfPrograms]:
+def pairs_of(
+    variants: Mapping[int, tuple[Sequence[Variant], Sequence[int | None]]], joined: Iterable[tuple[str, str]]
+) -> list[PairOfPrograms]:
     """Returns the pairs of programs of one unit, for microbatches of one bucket.
 
     Args:
         variants: by chunk of the unit its variants, and for each bucket the number of the chunk's variant.
+        joined: the names of programs that run in pairs, of :data:`PAIRED_PROGRAMS`.
     """
     found: dict[PairOfPrograms, None] = {}
     for (one, (of_one, numbers)), (other, (of_other, other_numbers)) in product(variants.items(), repeat=2):
@@ -422,9 +424,11 @@ def pairs_of(variants: Mapping[int, tuple[Sequence[Variant], Sequence[int | None
             if number is None or other_number is None:
                 continue
             names, other_names = of_one[number].plan.program_names, of_other[other_number].plan.program_names
-            for name, other_name in PAIRS:
-                if name in names and other_name in other_names:
-                    found[PairOfPrograms((one, number, name), (other, other_number, other_name))] = None
+            for name, other_name in joined:
+                pair = PairOfPrograms((one, number, name), (other, other_number, other_name))
+                # Two forwards have no order of their own: one program serves both.
+                if name in names and other_name in other_names and pair[::-1] not in found:
+                    found[pair] = None
     return list(found)
 
 

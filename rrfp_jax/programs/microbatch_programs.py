@@ -20,8 +20,9 @@ All calls return as soon as the work is enqueued. Arrays may be JAX arrays on th
 Pairs
 -----
 Two calls for different microbatches, of one chunk or of two of a unit, may run as one program, so that the compiler
-hides the collectives of each behind the products of the other (:data:`PAIRS`). Each method has a namesake that ends in
-``_call`` and returns the call with its arguments, as a :class:`Call` that has not run; :class:`PairProgram` runs two.
+hides the collectives of each behind the products of the other (:data:`PAIRED_PROGRAMS`). Each method has a namesake
+that ends in ``_call`` and returns the call with its arguments, as a :class:`ProgramCall` that has not run;
+:class:`PairProgram` runs two.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -46,11 +47,12 @@ from rrfp_jax.schedules import PipelineGraph
 
 LEAN_FORWARD = "forward_lean"
 """The name of the forward without residuals."""
-PAIRS = (
+PAIRED_PROGRAMS = (
     ("backward", "forward"),
     ("input_gradient", "forward"),
     ("weight_gradient", "forward"),
     ("weight_gradient", "input_gradient"),
+    ("forward", "forward"),
 )
 """The programs that run in pairs, by name. JAX pairs donated arrays with results of their shape in order: a program
 that adds to accumulators comes first, so that no result of the other one takes these over."""
@@ -145,7 +147,7 @@ def compile_for_kind(
     return KindPrograms(plan, compiled, parts)
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """A call that has its arguments, and may run alone or together with another one."""
 
     program: Compiled | None
@@ -161,13 +163,13 @@ class Call(NamedTuple):
 
 
 class PairProgram(NamedTuple):
-    """A program that does the work of two, in the order of :data:`PAIRS`."""
+    """A program that does the work of two, in the order of :data:`PAIRED_PROGRAMS`."""
 
     compiled: Compiled
     temporaries: int
     """Bytes that it needs while it runs beside its arguments and results; 0 where the backend does not say."""
 
-    def run(self, first: Call, second: Call) -> tuple[Any, Any]:
+    def run(self, first: ProgramCall, second: ProgramCall) -> tuple[Any, Any]:
         """Runs both calls; returns the results of each."""
         made = self.compiled(*first.arguments, *second.arguments)
         return first.finish(made[0], first.arguments), second.finish(made[1], second.arguments)
@@ -315,11 +317,11 @@ class MicrobatchPrograms:
         microbatch: int = 0,
         *,
         derived: tuple[Any, ...] | None = None,
-    ) -> Call:
+    ) -> ProgramCall:
         """Returns the call of :meth:`forward` with its arguments."""
         operands, own = self._operands(inputs, leaves, step, microbatch), self._own.to_own(params)
         arguments = own, self._derived(params, derived), operands
-        return record(Call, (self._compiled["forward"], arguments, self._finish_forward))
+        return record(ProgramCall, (self._compiled["forward"], arguments, self._finish_forward))
 
     def _finish_forward(self, returned: Any, arguments: tuple[Any, ...]) -> tuple[Any, Residuals]:
         (outputs, made), layout = returned, self.plan.residuals
@@ -392,7 +394,7 @@ class MicrobatchPrograms:
         accumulators: Any,
         *,
         derived: tuple[Any, ...] | None = None,
-    ) -> Call:
+    ) -> ProgramCall:
         """Returns the call of :meth:`backward` with its arguments."""
         backward, own = self._compiled.get("backward"), self._own.to_own
         if backward is None:
@@ -400,7 +402,7 @@ class MicrobatchPrograms:
         derived = self._derived(params, derived)
         owned, rest = (own(accumulators), residuals.donated), (residuals.saved, residuals.aliased)
         arguments = owned, own(params), derived, rest, self._complete(output_grads)
-        return record(Call, (backward, arguments, self._finish_backward))
+        return record(ProgramCall, (backward, arguments, self._finish_backward))
 
     def _finish_backward(self, returned: Any, _: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, Any]:
         (sums, input_grads), token = returned
@@ -425,13 +427,13 @@ class MicrobatchPrograms:
         output_grads: tuple[Any, ...],
         *,
         derived: tuple[Any, ...] | None = None,
-    ) -> Call:
+    ) -> ProgramCall:
         """Returns the call of :meth:`input_gradient` with its arguments."""
         if not self.plan.is_split:
             raise self._refusal()
         derived, rest = self._derived(params, derived), (residuals.saved, residuals.aliased)
         arguments = residuals.donated, self._own.to_own(params), derived, rest, self._complete(output_grads)
-        return record(Call, (self._compiled.get("input_gradient"), arguments, self._finish_input_gradient))
+        return record(ProgramCall, (self._compiled.get("input_gradient"), arguments, self._finish_input_gradient))
 
     def _finish_input_gradient(
         self, returned: Any, arguments: tuple[Any, ...]
@@ -462,15 +464,15 @@ class MicrobatchPrograms:
         accumulators: Any,
         *,
         derived: tuple[Any, ...] | None = None,
-    ) -> Call:
+    ) -> ProgramCall:
         """Returns the call of :meth:`weight_gradient` with its arguments."""
         if not self.plan.is_split:
             raise self._refusal()
         program, own = self._compiled.get("weight_gradient"), self._own.to_own
         if program is None:
-            return Call(None, (accumulators,), lambda _, arguments: (*arguments, ()))
+            return ProgramCall(None, (accumulators,), lambda _, arguments: (*arguments, ()))
         arguments = own(accumulators), own(params), self._derived(params, derived), weight_residuals
-        return record(Call, (program, arguments, self._finish_weight_gradient))
+        return record(ProgramCall, (program, arguments, self._finish_weight_gradient))
 
     def _finish_weight_gradient(self, returned: Any, _: tuple[Any, ...]) -> tuple[Any, Any]:
         sums, token = returned

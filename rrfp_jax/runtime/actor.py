@@ -20,7 +20,7 @@ from rrfp_jax.core import (
     InputArrived,
     Instruction,
     Message,
-    Run,
+    RunInstruction,
     RunPair,
     RunTask,
     Send,
@@ -116,7 +116,7 @@ class StageActor:
         """Handles an event of a step that carries nothing for the executor."""
         self._handle(event(step, time.perf_counter(), *details))
 
-    def completed(self, instruction: Run, start_s: float, end_s: float) -> None:
+    def completed(self, instruction: RunInstruction, start_s: float, end_s: float) -> None:
         if isinstance(instruction, RunPair):
             self._pair_completed(instruction, start_s, end_s)
             return

@@ -21,7 +21,7 @@ from typing import Any
 
 from rrfp_jax.cluster.failure_detector import WaitKind
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
-from rrfp_jax.core import Event, InputPromised, Message, Run, StageArbiter, TaskAnnounced, timing_rule
+from rrfp_jax.core import Event, InputPromised, Message, RunInstruction, StageArbiter, TaskAnnounced, timing_rule
 from rrfp_jax.core.groups import GroupMember
 from rrfp_jax.core.replicas import StepOwners, moved_pairs
 from rrfp_jax.layout import name_unit
@@ -298,7 +298,7 @@ class PipelineRuntime:
     def _completed(
         self,
         stage: int,
-        instruction: Run,
+        instruction: RunInstruction,
         start_s: float,
         end_s: float,
         error: BaseException | None,
@@ -393,7 +393,9 @@ class PipelineRuntime:
 
     # -- giving up, in the serial executor ---------------------------------------------------------------------------
 
-    def _task_failed(self, stage: int, instruction: Run, error: BaseException, *, has_waited: bool = False) -> None:
+    def _task_failed(
+        self, stage: int, instruction: RunInstruction, error: BaseException, *, has_waited: bool = False
+    ) -> None:
         task, arbiter = instruction.task, self._actors[stage].arbiter
         if not has_waited and isinstance(task, Task) and arbiter.awaits_input(task):  # Pairs have all inputs.
             # The task that makes its input has failed, too, and is about to say so: that is the cause to report.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, Run, RunTask, StageArbiter
+from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, RunInstruction, RunTask, StageArbiter
 from rrfp_jax.core.overlap import OverlappedArbiter, StepUnderWay
 from rrfp_jax.core.snapshot import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
@@ -199,7 +199,7 @@ class RunLog:
 
 def take_log(
     logs: Mapping[int, EventLog],
-    started: Mapping[int, tuple[Run, float]] | None = None,
+    started: Mapping[int, tuple[RunInstruction, float]] | None = None,
     *,
     report: WaitForReport | None = None,
     rank: int = 0,

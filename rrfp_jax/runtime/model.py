@@ -5,7 +5,7 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.core.replicas`), which ar
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -356,7 +356,7 @@ class HostedModel:
         *,
         max_programs: int | None = None,
         evaluation: Buckets | None = None,
-        pairs: bool = False,
+        pairs: Collection[tuple[str, str]] = (),
         check_plans: Callable[[Plans], None] = lambda planned: None,
     ) -> HostedPrograms:
         """Compiles everything for microbatches of these shapes, once.
@@ -367,12 +367,13 @@ class HostedModel:
                 time.
             max_programs: the most different programs that may be compiled; None: any number.
             evaluation: the shapes of microbatches that are run forward alone; they are numbered after the others.
-            pairs: compile programs of two tasks, too, for units of several devices.
+            pairs: the names of programs that run in pairs, of :data:`PAIRED_PROGRAMS`; units of several devices get
+                programs that do the work of both.
             check_plans: called with all that is traced before anything is compiled.
 
         Raises ValueError where chunks, graph and buckets do not fit, or above ``max_programs``.
         """
-        key = (graph, buckets.key, evaluation and evaluation.key, pairs)
+        key = (graph, buckets.key, evaluation and evaluation.key, frozenset(pairs))
         if key in self._compiled:
             return self._compiled[key]
         require_jit()
@@ -439,7 +440,7 @@ class HostedModel:
             planned = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
         variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
         different = {variant.plan.kind: variant.plan for of_chunk in variants.values() for variant in of_chunk}
-        in_pairs = self._pairs(planned) if pairs else {}
+        in_pairs = self._pairs(planned, pairs) if pairs else {}
         number = sum(plan.num_programs for plan in different.values())
         number += _num_kinds(chain.from_iterable(in_pairs.values()), variants)
         _check_number(number, max_programs, len(programs.shapes), at_least=False)
@@ -459,7 +460,9 @@ class HostedModel:
         return programs
 
     def _pairs(
-        self, planned: Mapping[int, tuple[Sequence[Variant], Sequence[int | None]]]
+        self,
+        planned: Mapping[int, tuple[Sequence[Variant], Sequence[int | None]]],
+        joined: Collection[tuple[str, str]],
     ) -> dict[int, list[PairOfPrograms]]:
         """Returns the pairs of programs to compile for each stage, by its first hosted chunk; none for units of one
         device, which have no collective to hide."""
@@ -467,7 +470,7 @@ class HostedModel:
         for stage, chunks in enumerate(self.placement.chunks_of_stage):
             own = {base: planned[base] for base in chunks if base in planned}
             if own and self.grids[stage].unit_size > 1:
-                found[min(own)] = pairs_of(own)
+                found[min(own)] = pairs_of(own, joined)
         return found
 
     def _compile_pairs(

@@ -42,6 +42,7 @@ from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.programs.microbatch_programs import PAIRED_PROGRAMS
 from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.runtime.consistency import check_same_state, check_same_work, planned_work, shared_work
 from rrfp_jax.runtime.driver import PipelineRuntime
@@ -51,7 +52,7 @@ from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.recovery import RecoveringRuntime
 from rrfp_jax.runtime.stage import ProgramStage
-from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes
+from rrfp_jax.runtime.stage_memory import PROGRAM_OF_KIND, MemoryMeter, MicrobatchWeights, chunk_bytes
 from rrfp_jax.runtime.stage_reduction import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import PipelineGraph, TaskKind
@@ -126,7 +127,7 @@ def prepare_pipeline(
             progress,
             max_programs=options.max_programs,
             evaluation=evaluated,
-            pairs=dispatch.pairs,
+            pairs=_joined(ordering) if dispatch.pairs else (),
             check_plans=lambda planned: check_same_work(process, planned_work(model, planned), "plans"),
         )
         if dispatch.pairs and (note := _note_on_pairs(model)) is not None:
@@ -271,7 +272,7 @@ def compile_only(
         progress,
         max_programs=options.max_programs,
         evaluation=evaluated,
-        pairs=pairs,
+        pairs=_joined(ordering) if pairs else (),
     )
     copies = replication(graph, num_replicas)
 
@@ -312,6 +313,14 @@ def check_pairs(model: HostedModel, graph: PipelineGraph, ordering: Ordering) ->
         )
     if any(len(layout.ranks_of(unit)) > 1 for unit in range(layout.num_units)):
         raise ValueError(f"pairs are for stages of one process: give every stage one, or {_LEAVE_PAIRS_OUT}")
+
+
+def _joined(ordering: Ordering) -> list[tuple[str, str]]:
+    """Returns the names of the programs that stages with this order may run in pairs."""
+    if ordering.schedule is not None and ordering.consume == STRICT:
+        kinds = {frozenset(PROGRAM_OF_KIND[task.kind] for task in pair) for pair in ordering.schedule.pairs}
+        return [names for names in PAIRED_PROGRAMS if frozenset(names) in kinds]
+    return [names for names in PAIRED_PROGRAMS if len({*names}) > 1]  # Only rows join two forwards.
 
 
 def _note_on_pairs(model: HostedModel) -> str | None:

@@ -32,7 +32,7 @@ from rrfp_jax.programs.agreement import NormHistory, StageReport, Verdict, agree
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk, PairPrograms
-from rrfp_jax.programs.microbatch_programs import Call, MicrobatchPrograms, PairProgram
+from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms, PairProgram, ProgramCall
 from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.shapes import loss_of, part_of
 from rrfp_jax.programs.state import ChunkState, overlaid
@@ -115,11 +115,11 @@ class _Enqueued(NamedTuple):
     """The program that runs both tasks of a pair; None where each has run its own."""
 
 
-_TaskInCalls = Generator[Call, Any, _Enqueued]
+_TaskInCalls = Generator[ProgramCall, Any, _Enqueued]
 """A task that makes at most one call, by yielding it."""
 
 
-def _begun(task: _TaskInCalls) -> Call | _Enqueued:
+def _begun(task: _TaskInCalls) -> ProgramCall | _Enqueued:
     """Returns the call that a task makes, or the rest of its work where it makes none."""
     try:
         return next(task)
@@ -140,7 +140,7 @@ def _gone_on(task: _TaskInCalls, results: Any) -> _Enqueued:
 
 def _alone(make: Callable[..., _TaskInCalls], *arguments: Any) -> _Enqueued:
     """Runs a task, and its call alone; returns the rest of its work."""
-    # As _begun, Call.run and _gone_on, in one piece: this is on the host's way from each task to the next.
+    # As _begun, ProgramCall.run and _gone_on, in one piece: this is on the host's way from each task to the next.
     task = make(*arguments)
     try:
         program, given, finish = next(task)
@@ -527,7 +527,7 @@ class ProgramStage:
             begun = [_begun(task) for task in tasks]
             program, results = self._run_both(*begun)
             rest = [
-                _gone_on(task, result) if isinstance(each, Call) else each
+                _gone_on(task, result) if isinstance(each, ProgramCall) else each
                 for task, each, result in zip(tasks, begun, results, strict=True)
             ]
         return _Enqueued(
@@ -538,16 +538,16 @@ class ProgramStage:
         )
 
     def _run_both(
-        self, first: Call | _Enqueued, second: Call | _Enqueued
+        self, first: ProgramCall | _Enqueued, second: ProgramCall | _Enqueued
     ) -> tuple[PairProgram | None, tuple[Any, ...]]:
         """Runs the calls of two tasks; returns the program that does the work of both, if there is one, and the results
         of each call, None for a task without one."""
-        if isinstance(first, Call) and isinstance(second, Call) and first.program and second.program:
+        if isinstance(first, ProgramCall) and isinstance(second, ProgramCall) and first.program and second.program:
             if (pair := self._pairs.get((first.program, second.program))) is not None:
                 return pair, pair.run(first, second)
             if (pair := self._pairs.get((second.program, first.program))) is not None:
                 return pair, pair.run(second, first)[::-1]
-        return None, tuple([each.run() if isinstance(each, Call) else None for each in (first, second)])
+        return None, tuple([each.run() if isinstance(each, ProgramCall) else None for each in (first, second)])
 
     def _wait(self, step: int, task: Task | Pair, enqueued: _Enqueued, read: Any) -> None:
         """Waits for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""

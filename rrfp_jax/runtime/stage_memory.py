@@ -21,7 +21,7 @@ from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 """JAX's names for memory of the host."""
-_PROGRAM_OF_KIND = {
+PROGRAM_OF_KIND = {
     TaskKind.F: "forward",
     TaskKind.B: "backward",
     TaskKind.I: "input_gradient",
@@ -32,7 +32,7 @@ _PROGRAM_OF_KIND = {
 """First words of the names of the programs of each kind of task."""
 CUT, JOIN = "cut", "join"
 """Names of the programs that make pieces of accumulators, and accumulators of sums of pieces."""
-ONCE_PER_STEP = ("prepare", CUT, JOIN, _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
+ONCE_PER_STEP = ("prepare", CUT, JOIN, PROGRAM_OF_KIND[TaskKind.R], PROGRAM_OF_KIND[TaskKind.U])
 """First words of the names of programs that run once per step, when no microbatch of their chunk is in flight."""
 
 
@@ -148,7 +148,7 @@ class MemoryMeter:
 
     def _add_variant(self, chunk: int, variant: int, sizes: ChunkSizes, *, is_remade: bool) -> None:
         found, which = chunk_bytes(sizes), (chunk, variant, is_remade)
-        for kind, program in _PROGRAM_OF_KIND.items():
+        for kind, program in PROGRAM_OF_KIND.items():
             sizes_of_kind = (size for name, size in sizes.temporaries.items() if name.startswith(program))
             self._running[kind, *which] = max(sizes_of_kind, default=0)
         kept = found.inputs if is_remade else found.stash

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.profiler import TraceAnnotation
 
-from rrfp_jax.core import DecisionTimer, Message, Run, RunTask, TimingRule
+from rrfp_jax.core import DecisionTimer, Message, RunInstruction, RunTask, TimingRule
 from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.failure import error_text
@@ -166,9 +166,9 @@ class AwaitedInputs:
 
 _Launch = Callable[[int, Task | Pair], Launched]
 """Gives a task of a step, or a pair, to the devices."""
-_Done = Callable[[Run, float, float, BaseException | None], None]
+_Done = Callable[[RunInstruction, float, float, BaseException | None], None]
 """Called with an instruction, its start and end (``time.perf_counter``) and its error, if any."""
-_Running = tuple[Run, float]
+_Running = tuple[RunInstruction, float]
 """An instruction, and the time of its start."""
 _WITHOUT_NAME = nullcontext()
 
@@ -343,7 +343,7 @@ class ComputeThread(StageThreads):
             del wait  # It holds results of the task, which nobody may keep alive here.
             self._done(instruction, start_s, end_s, error)
 
-    def _next(self) -> Run | None:
+    def _next(self) -> RunInstruction | None:
         while self._alarm is not None:
             (at_s, call), self._alarm = self._alarm, None
             try:

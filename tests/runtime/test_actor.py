@@ -12,18 +12,20 @@ from rrfp_jax.core import (
     Instruction,
     Message,
     MessageKind,
+    RunPair,
     RunTask,
     Send,
     StageArbiter,
     StageSetup,
     StepRules,
     TaskAnnounced,
+    TaskFinished,
     WakeAt,
     ready,
 )
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
-from rrfp_jax.schedules import Task, chain, linear
+from rrfp_jax.schedules import Pair, Task, chain, linear
 
 
 class Journal:
@@ -150,3 +152,28 @@ def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_i
     assert journal.taken() == ["payload activation 0", "run 0F1", "send 0 to stage 1"]
     actor.completed(RunTask(0, Task.parse("0F1")), 1.0, 2.0)
     assert journal.taken() == ["payload activation 1", "send 1 to stage 1"]
+
+
+def test_both_tasks_of_a_pair_end_one_right_after_the_other_and_share_its_time() -> None:
+    journal = Journal()
+    arbiter = HoldingArbiter(StageSetup(chain(2, 2), linear(2), 0, consumption=ready(HINTS["bf"]), window=2))
+    pair = RunPair(0, Pair(Task.parse("0F1"), Task.parse("0B0")))
+    activation = Message(MessageKind.ACTIVATION, 0, 1, 1)
+    arbiter.answers = deque([[WakeAt(0, 1.0)], [pair], [Send(0, activation, 1)], []])
+    actor = StageActor(
+        arbiter,
+        journal,
+        journal,  # type: ignore[arg-type]
+        journal,
+        log_steps=1,
+    )
+    for _ in range(2):
+        actor.observe(TaskAnnounced, 0, activation)
+    journal.timers[0]()
+    assert len(arbiter.told) == 2, "the pair that started has ended the hold"
+    actor.completed(pair, 2.0, 4.0)
+    assert journal.taken() == ["run 0F1+0B0", "payload activation 1", "send 1 to stage 1"]
+    ends = [event for event in arbiter.told if isinstance(event, TaskFinished)]
+    assert [event.task for event in ends] == [pair.task.first, pair.task.second]
+    spans = actor._recorder.take().spans
+    assert [(str(span.task), span.start_s, span.end_s) for span in spans] == [("0F1", 2.0, 3.0), ("0B0", 3.0, 4.0)]

@@ -15,7 +15,7 @@ from rrfp_jax.core import Message, MessageKind, StepRules
 from rrfp_jax.core.replicas import Replication, replicated_graph, replicated_placement
 from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.programs.microbatch_programs import Call
+from rrfp_jax.programs.microbatch_programs import ProgramCall
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage import ProgramStage
@@ -135,7 +135,7 @@ def make_stage(
 
 def programs_with(forward: Callable[..., Any]) -> Any:
     sharding = SingleDeviceSharding(jax.devices()[0])
-    call = Call(forward, (), lambda results, _: results)  # type: ignore[arg-type]
+    call = ProgramCall(forward, (), lambda results, _: results)  # type: ignore[arg-type]
     of_bucket = SimpleNamespace(forward_call=lambda *_, **__: call, leaves=())
     return SimpleNamespace(prepare=lambda params: (), of=lambda bucket: of_bucket, sharding=sharding)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.core import RunTask
+from rrfp_jax.core import RunPair, RunTask
 from rrfp_jax.runtime import stage_threads
 from rrfp_jax.runtime.stage_threads import ComputeThread, LaunchAndWait, Launched
-from rrfp_jax.schedules import Task
+from rrfp_jax.schedules import Pair, Task
 
 TASKS = [RunTask(0, Task.parse(f"0F{m}")) for m in range(4)]
 both = pytest.mark.parametrize("way", [ComputeThread, LaunchAndWait])
@@ -253,6 +253,19 @@ def test_a_name_lasts_as_long_as_its_thread_has_the_task(
     threads.ask_to_stop()
     assert threads.join(10)
     assert told == expected
+
+
+def test_a_pair_runs_as_one_and_has_one_name(told: list[str]) -> None:
+    pair = RunPair(3, Pair(Task.parse("1F3"), Task.parse("0B1")))
+    done: list[Any] = []
+    threads = ComputeThread("stage", lambda step, task: Launched(0.0), lambda *each: done.append(each))
+    threads.names_tasks = True
+    threads.start()
+    threads.submit(pair)
+    threads.ask_to_stop()
+    assert threads.join(10)
+    assert told == ["begin 1F3+0B1 of step 3", "end 1F3+0B1 of step 3"]
+    assert [instruction for instruction, *_ in done] == [pair]
 
 
 @both
