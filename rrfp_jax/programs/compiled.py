@@ -31,11 +31,13 @@ from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, tra
 from rrfp_jax.programs.chunk_plan import ChunkPlan, WeightResidualBytes, naming_chunk
 from rrfp_jax.programs.compiling import compile_program, count_programs
 from rrfp_jax.programs.microbatch_programs import (
+    WHOLE_BACKWARD,
     KindPrograms,
     MicrobatchPrograms,
     PairProgram,
     compile_for_kind,
     compile_pair,
+    compile_whole_backward,
 )
 from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.program_text import memory_of
@@ -425,9 +427,12 @@ def pairs_of(
                 continue
             names, other_names = of_one[number].plan.program_names, of_other[other_number].plan.program_names
             for name, other_name in joined:
+                if name not in names or other_name not in other_names:
+                    continue
                 pair = PairOfPrograms((one, number, name), (other, other_number, other_name))
-                # Two forwards have no order of their own: one program serves both.
-                if name in names and other_name in other_names and pair[::-1] not in found:
+                is_turned = name == other_name and pair[::-1] in found  # One program of two forwards serves both.
+                is_of_one = pair.first[:2] == pair.second[:2] or (name, other_name) != WHOLE_BACKWARD
+                if is_of_one and not is_turned:
                     found[pair] = None
     return list(found)
 
@@ -442,18 +447,22 @@ def compile_pairs(
     """
     made: PairPrograms = {}
     for (one, number, name), (other, other_number, other_name) in pairs:
-        first, second = (
-            chunks[chunk].variants[variant].kind_programs for chunk, variant in ((one, number), (other, other_number))
-        )
+        own, others = chunks[one].variants[number], chunks[other].variants[other_number]
+        first, second = own.kind_programs, others.kind_programs
         both = first.compiled[name], second.compiled[other_name]
-        pair, is_new = store.get(("pair", *both), partial(compile_pair, first, name, second, other_name))
+        is_whole = (name, other_name) == WHOLE_BACKWARD
+        parts = (first,) if is_whole else (first, name, second, other_name)
+        pair, is_new = store.get(("pair", *both), partial(compile_whole_backward if is_whole else compile_pair, *parts))
         if not is_new:
             count_programs(1)
-        made[both] = pair
+        if is_whole:
+            own.join_backward(pair)
+        else:
+            made[both] = pair
         sizes = chunks[other].sizes
-        leaving_bytes = sizes.outputs_bytes if other_name == "forward" else sizes.input_grads_bytes
+        leaving = {"forward": sizes.outputs_bytes, "input_gradient": sizes.input_grads_bytes}
         title = f"pair of {name} ({number}) and {other_name} ({other_number}) of chunk {other}"
-        chunks[one].count_pair(title, pair, leaving_bytes)
+        chunks[one].count_pair(title, pair, leaving.get(other_name, 0))
     return made
 
 

@@ -53,9 +53,13 @@ PAIRED_PROGRAMS = (
     ("weight_gradient", "forward"),
     ("weight_gradient", "input_gradient"),
     ("forward", "forward"),
+    ("input_gradient", "weight_gradient"),
 )
 """The programs that run in pairs, by name. JAX pairs donated arrays with results of their shape in order: a program
-that adds to accumulators comes first, so that no result of the other one takes these over."""
+that adds to accumulators comes first, so that no result of the other one takes these over. The last pair is a whole
+backward: the weight gradient of the microbatch whose input gradient runs with it."""
+WHOLE_BACKWARD = PAIRED_PROGRAMS[-1]
+"""The pair whose programs work on one microbatch."""
 
 
 class ProgramParts(NamedTuple):
@@ -196,6 +200,31 @@ def compile_pair(first: KindPrograms, name: str, second: KindPrograms, other: st
     return PairProgram(compiled, 0 if memory is None else memory.temporaries)
 
 
+def compile_whole_backward(programs: KindPrograms) -> PairProgram:
+    """Compiles both halves of a split backward as one program, with the arguments and results of ``backward``."""
+    (first, second), plan = (programs.parts[name] for name in WHOLE_BACKWARD), programs.plan
+    at_first, at_second = (programs.compiled[name].output_shardings for name in WHOLE_BACKWARD)
+
+    def backward(owned: Any, params: Any, derived: Any, rest: Any, output_grads: Any) -> Any:
+        made, input_grads = first.function(owned[1], params, derived, rest, output_grads)
+        at_hand = jax.tree.leaves((rest, output_grads, input_grads, made))
+        weight_residuals = tuple([at_hand[place] for place in plan.weight_residuals.leaves])
+        sums, token = second.function(owned[0], params, derived, weight_residuals)
+        return (sums, input_grads), token
+
+    compiled = compile_program(
+        "backward",
+        backward,
+        (second.specs[0], first.specs[0]),
+        *first.specs[1:],
+        in_shardings=((second.in_shardings[0], first.in_shardings[0]), *first.in_shardings[1:]),
+        out_shardings=((at_second[0], at_first[1]), at_second[1]),
+        donate=(0,),
+    )
+    memory = memory_of(compiled)
+    return PairProgram(compiled, 0 if memory is None else memory.temporaries)
+
+
 class Constants(NamedTuple):
     """Arrays that all microbatches of a bucket share."""
 
@@ -237,6 +266,8 @@ class MicrobatchPrograms:
         """The batch leaves that such a microbatch has and the chunk reads."""
         self._index, self._chunk, self._own = index, chunk, chunk.own
         self._compiled, self._seed = programs.compiled, seed
+        self.whole_backward: PairProgram | None = None
+        """For a split backward, the program that runs both halves for one microbatch; see :meth:`join_backward`."""
         self.prepare, self._derived_places = prepare, tuple(derived)
         self._is_in_order = self._derived_places == tuple(range(len(derived)))
         self._passing = {name: passing(sharding, spec) for name, spec in shapes.leaves.items()}
@@ -282,6 +313,10 @@ class MicrobatchPrograms:
             if self._gives_loss
             else (),
         )
+
+    def join_backward(self, program: PairProgram) -> None:
+        """Takes a program for both halves of a split backward, which :meth:`backward` runs from now on."""
+        self.whole_backward, self._compiled = program, {**self._compiled, "backward": program.compiled}
 
     def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """Returns the derived values that these programs take."""

@@ -42,7 +42,7 @@ from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
-from rrfp_jax.programs.microbatch_programs import PAIRED_PROGRAMS
+from rrfp_jax.programs.microbatch_programs import PAIRED_PROGRAMS, WHOLE_BACKWARD
 from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.runtime.consistency import check_same_state, check_same_work, planned_work, shared_work
 from rrfp_jax.runtime.driver import PipelineRuntime
@@ -317,10 +317,12 @@ def check_pairs(model: HostedModel, graph: PipelineGraph, ordering: Ordering) ->
 
 def _joined(ordering: Ordering) -> list[tuple[str, str]]:
     """Returns the names of the programs that stages with this order may run in pairs."""
-    if ordering.schedule is not None and ordering.consume == STRICT:
-        kinds = {frozenset(PROGRAM_OF_KIND[task.kind] for task in pair) for pair in ordering.schedule.pairs}
-        return [names for names in PAIRED_PROGRAMS if frozenset(names) in kinds]
-    return [names for names in PAIRED_PROGRAMS if len({*names}) > 1]  # Only rows join two forwards.
+    if ordering.schedule is None or ordering.consume != STRICT:  # Only rows join two forwards, or a whole backward.
+        return [names for names in PAIRED_PROGRAMS if len({*names}) > 1 and names != WHOLE_BACKWARD]
+    pairs = ordering.schedule.pairs
+    whole = {pair for pair in pairs if pair.first[1:] == pair.second[1:]}
+    kinds = {frozenset(PROGRAM_OF_KIND[task.kind] for task in pair) for pair in pairs - whole}
+    return [names for names in PAIRED_PROGRAMS if (whole if names == WHOLE_BACKWARD else frozenset(names) in kinds)]
 
 
 def _note_on_pairs(model: HostedModel) -> str | None:

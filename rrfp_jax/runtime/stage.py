@@ -521,7 +521,11 @@ class ProgramStage:
         ]
         program: PairProgram | None = None
         if pair.first[1:] == pair.second[1:]:  # W of this very I, which reads residuals of its program.
-            rest = [_alone(make) for make in makes]
+            _, chunk, microbatch = pair.first
+            program = self._programs_of(step, chunk, microbatch).whole_backward
+            if program is not None and (self._copies.base(chunk), microbatch) not in self._steps[step].batch.left_out:
+                return _alone(self._backward, step, chunk, microbatch, *reads[0])._replace(pair=program)
+            program, rest = None, [_alone(make) for make in makes]
         else:
             tasks = [make() for make in makes]
             begun = [_begun(task) for task in tasks]
