@@ -22,7 +22,7 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies import RULES
 from rrfp_jax.core import DecisionTimer, Dispatch, Order, TimingRule
-from rrfp_jax.schedules import Task, TaskKind
+from rrfp_jax.schedules import Pair, Task, TaskKind
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations
 
@@ -77,13 +77,15 @@ class KnownEnds(DecisionTimer):
         super().__init__(rule)
         self._durations_ms, self._num_ended = durations_ms, dict[Task, int]()
 
-    def delay_s(self, task: Task) -> float:
+    def delay_s(self, task: Task | Pair) -> float:
+        assert isinstance(task, Task)
         kind, chunk, microbatch = task
         slots = {TaskKind.F: [0], TaskKind.I: [1], TaskKind.W: [2], TaskKind.B: [1, 2]}[kind]
         duration_ms = self._durations_ms[self._num_ended.get(task, 0)][chunk, microbatch, slots].sum()
         return max(0.0, float(duration_ms) - HOST_MS) / 1e3
 
-    def ended(self, task: Task, duration_s: float) -> None:  # noqa: ARG002 - it knew
+    def ended(self, task: Task | Pair, duration_s: float) -> None:  # noqa: ARG002 - it knew
+        assert isinstance(task, Task)
         self._num_ended[task] = self._num_ended.get(task, 0) + 1
 
 

@@ -400,8 +400,8 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         default="0",
         metavar=f"0|{JUST_IN_TIME}|{CERTAIN}|{PAIRS}",
         help="when a stage is handed its next task: at the end of the running one, when that is about to end, or once "
-        f"nothing can change the choice; {PAIRS}: as 0, and two tasks at once where they can run as one program "
-        "(default 0)",
+        f"nothing can change the choice; {PAIRS}: as {JUST_IN_TIME}, and two tasks at once where they can run as one "
+        "program (default 0)",
     )
     add(
         "--collectives-ms",

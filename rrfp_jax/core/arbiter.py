@@ -129,6 +129,7 @@ class StageArbiter:
         "_early",
         "_engines",
         "_evaluation",
+        "_firsts",
         "_footprint",
         "_foresight",
         "_hint_state",
@@ -215,8 +216,10 @@ class StageArbiter:
         """The running task that counts as ended on this stage."""
         self._is_told = False
         """Whether the driver has said that the due task is about to end, and nothing waits behind it yet."""
+        self._firsts: set[int] = set()
+        """The running tasks with a partner behind them, which is in the same program."""
         self._capacity = 1
-        """How many tasks may run: one, and another one behind a due one."""
+        """How many tasks may run: one, and another one behind a due one, each perhaps with a partner."""
         self._certainty = Certainty(ranked) if self.certain_ahead and not plan.engines else None
         self._hint_state = mode.consumption.initial
         self._left = plan.num_nodes - len(plan.absent)
@@ -241,6 +244,7 @@ class StageArbiter:
         twin._owned = self._owned
         twin._prepared, twin._ranked, twin._weights = self._prepared, self._ranked, self._weights
         twin._due, twin._is_told, twin._capacity = self._due, self._is_told, self._capacity
+        twin._firsts = self._firsts.copy()
         twin._hint_state, twin._left, twin._tasks_left = self._hint_state, self._left, self._tasks_left
         twin._num_started = self._num_started
         twin._waiting, twin._arrived, twin._running = self._waiting.copy(), self._arrived.copy(), self._running.copy()
@@ -287,6 +291,7 @@ class StageArbiter:
             frozenset(self._arrived),
             self._hint_state,
             tuple(self._running),
+            frozenset(self._firsts),
             self._is_told,
             self._pending.key(),
         )
@@ -545,10 +550,13 @@ class StageArbiter:
         else:
             if self._due is not None:
                 self._settle_due(node, task)
+            if has_partner := node in self._firsts:
+                self._firsts.discard(node)
+                self._capacity -= 1
             running = self._running
             running.remove(node)
             if foresight is not None:
-                foresight.finish(self._ranked.position[node], self._now_s, goes_on=self._mode.joins and bool(running))
+                foresight.finish(self._ranked.position[node], self._now_s, goes_on=has_partner)
                 # A certain choice that was handed over behind this task begins now, where its inputs are there.
                 if self._certainty is not None and running and running[0] not in self._pending.awaiting:
                     self._announce(foresight.announcements(self._ranked.position[running[0]]), out)
@@ -590,15 +598,23 @@ class StageArbiter:
         if self._is_told or not self._running or self._running[-1] != node or self._due not in (None, node):
             return False
         if self._due is None:
+            before = self._running[-2:-1]
+            # A pair ends as a whole; an I whose own W follows counts as ended since its start.
+            if before and before[0] in self._firsts and self._waiting[before[0]] == RUNNING:
+                self._count_down_early(before[0], out)
             self._count_as_ended(node, out)
         self._is_told = True
         return True
 
     def _count_as_ended(self, node: int, out: list[Instruction]) -> None:
-        """Let the last running task be due from now on."""
-        plan = self._ranked.plan
+        """Let a running task be due from now on."""
         self._due = node
         self._capacity += 1
+        self._count_down_early(node, out)
+
+    def _count_down_early(self, node: int, out: list[Instruction]) -> None:
+        """Let a running task count as ended for those that follow on the stage."""
+        plan = self._ranked.plan
         self._waiting[node] = DUE
         if plan.tasks[node].microbatch >= 0:
             self._free(node, plan.tasks[node].microbatch)
@@ -701,7 +717,9 @@ class StageArbiter:
         second, behind = ranked.at[partner], len(out)
         if self._waiting[second]:
             # W of the I that has just started: it follows in the same program, so it may count that as ended.
-            self._count_as_ended(node, out)
+            self._count_down_early(node, out)
+        self._firsts.add(node)
+        self._capacity += 1
         self._start(second, partner, out)
         del out[behind]
         pair = Pair(ranked.plan.tasks[node], ranked.plan.tasks[second])
@@ -834,10 +852,10 @@ class StageArbiter:
         if not missing:
             return best
         due = self._due
-        if len(self._running) > (due is not None):
+        if len(self._running) - len(self._firsts) > (due is not None):
             return None  # ahead of a running task only the next entry goes; its end decides on others
         now_s = self._now_s
-        free_s = now_s if due is None else max(now_s, foresight.expected_end_s(ranked.position[due]))
+        free_s = now_s if due is None else max(now_s, self._expected_end_s(foresight, due))
         chosen = foresight.choose(best, heads, missing, now_s, free_s)
         if chosen is None and self._pending.cover(missing) and foresight.awaits(place):
             return place
@@ -845,11 +863,17 @@ class StageArbiter:
             out.append(record(WakeAt, (self.step, wake_s)))
         return chosen
 
+    def _expected_end_s(self, foresight: Foresight, due: int) -> float:
+        """Returns when a due task usually ends, with the one in front of it in the same program."""
+        place, before = self._ranked.position, self._running[self._running.index(due) - 1]
+        end_s = foresight.expected_end_s(place[due])
+        return end_s + foresight.usual_s(place[before]) if before in self._firsts and before != due else end_s
+
     def _promised_next(self) -> int | None:
         """Returns the next entry, where nothing is ready, if it lacks nothing but promised inputs."""
         foresight, due = self._foresight, self._due
         is_early = self._certainty is not None and due is not None and not self._is_told
-        if foresight is None or is_early or len(self._running) > (due is not None):
+        if foresight is None or is_early or len(self._running) - len(self._firsts) > (due is not None):
             return None
         place = self._unrestrained(foresight.next)
         missing = self._missing(place) if place < len(self._ranked.at) else ()

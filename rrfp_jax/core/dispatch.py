@@ -54,6 +54,9 @@ I. So a pair needs no more than its two tasks need one after the other, in memor
 first held. A stage that keeps to a row joins the entries that its table names, and waits until both are ready; the W of
 an I may be its partner in a row, which makes a whole backward of them.
 
+A driver that posts :class:`rrfp_jax.core.DecideNow` names the second task of a pair, and both count as ended then. A
+certain choice does not go early, since its partner would not be certain.
+
 Nothing new can deadlock. Both tasks of a pair are ready as it starts, so it ends; then the stage is in a state to which
 it could have come by running one after the other. A row's pair waits for inputs of both at once, and whether all rows
 end so is checked with the table.
@@ -74,7 +77,7 @@ the shortest of the recent tasks is the best guide.
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -82,7 +85,7 @@ from rrfp_jax.core.hints import Choice, Heads
 from rrfp_jax.core.memory import Window
 from rrfp_jax.core.plan import NUM_LANES
 from rrfp_jax.core.stage_setup import StepPlan
-from rrfp_jax.schedules import Task, TaskKind
+from rrfp_jax.schedules import Pair, Task, TaskKind
 
 AUTO = "auto"
 JUST_IN_TIME = "just-in-time"
@@ -285,7 +288,7 @@ class Dispatch(NamedTuple):
     (:mod:`rrfp_jax.core.dispatch`)."""
 
     pairs: bool = False
-    """Whether two ready tasks run as one program where they can. Each choice waits for the end of the one before."""
+    """Whether two ready tasks run as one program where they can."""
 
     @property
     def is_early(self) -> bool:
@@ -305,14 +308,17 @@ def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
     On the host ``auto`` is ``certain``, which costs no further thread: another choice waits for the running task's end,
     since a core has no queue that could run empty, and threads that hand tasks to each other take it from the work.
     Elsewhere it is ``just-in-time``, which is ``certain`` first: any other task is chosen just in time. 0 chooses every
-    task at the end of the one before; so does ``pairs``, which joins two where it can.
+    task at the end of the one before. ``pairs`` joins two tasks where it can, and chooses at that end on the host,
+    elsewhere just in time.
 
     Raises ValueError for any other value.
     """
     if not is_dispatch(value):
         raise ValueError(f"dispatch_ahead is {value!r}: give {DISPATCH_WORDS}")
-    if value in (0, PAIRS):
-        return Dispatch(pairs=value == PAIRS)
+    if value == PAIRS:
+        return Dispatch(pairs=True, just_in_time=not on_host)
+    if value == 0:
+        return Dispatch()
     if value == CERTAIN or (value == AUTO and on_host):
         return Dispatch(certain=True)
     return Dispatch(just_in_time=True, certain=True)
@@ -360,12 +366,17 @@ class DecisionTimer:
 
     def __init__(self, rule: TimingRule = TimingRule()) -> None:
         self.rule = rule
-        self._durations: dict[tuple[TaskKind, int], _Recent] = {}
+        self._durations: dict[Hashable, _Recent] = {}
         self._latencies = _Recent(rule.latency_window, rule.latency_quantile)
 
-    def ended(self, task: Task, duration_s: float) -> None:
-        """Learn how long a task of this kind and chunk took on the device."""
-        key = task[:2]
+    @staticmethod
+    def _key(task: Task | Pair) -> Hashable:
+        """Returns the kind and chunk of a task, or of both tasks of a pair."""
+        return (task.first[:2], task.second[:2]) if isinstance(task, Pair) else task[:2]
+
+    def ended(self, task: Task | Pair, duration_s: float) -> None:
+        """Learn how long a task or a pair of these kinds and chunks took on the device."""
+        key = self._key(task)
         recent = self._durations.get(key)
         if recent is None:
             recent = self._durations[key] = _Recent(self.rule.window, self.rule.quantile)
@@ -375,9 +386,9 @@ class DecisionTimer:
         """Learn how long the host took from a decision to its launch."""
         self._latencies.add(seconds)
 
-    def delay_s(self, task: Task) -> float:
-        """Returns how long after the task's start to decide on the next one."""
-        recent = self._durations.get(task[:2])
+    def delay_s(self, task: Task | Pair) -> float:
+        """Returns how long after the start of a task or a pair to decide on the next one."""
+        recent = self._durations.get(self._key(task))
         return 0.0 if recent is None else max(0.0, recent.quantile() - self._latencies.quantile())
 
 

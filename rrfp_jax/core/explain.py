@@ -219,11 +219,14 @@ def check_invariants(arbiter: "StageArbiter") -> None:
     assert all((ranked.microbatch_at[p] in arbiter._window.held) == is_held for p, is_held in forwards)
     # At most one task is due, and beside it one more may run.
     due = [n for n, left in unfinished if left == DUE]
-    assert due == ([] if arbiter._due is None else [arbiter._due])
+    firsts, running = arbiter._firsts, arbiter._running
+    partners = {running[running.index(first) + 1] for first in firsts}
+    # The first of a pair is due with its partner, or as the I that its own W follows.
+    assert set(due) - firsts == ({arbiter._due} - {None})
+    assert all(arbiter._due in partners or plan.tasks[n].kind is TaskKind.I for n in firsts.intersection(due))
     assert not arbiter._is_told or arbiter._running[-1] == arbiter._due
     assert {*arbiter._running, *beside} == {n for n, left in unfinished if left in (RUNNING, DUE)}
-    assert len(arbiter._running) <= arbiter._capacity + arbiter._mode.joins
-    assert arbiter._capacity == 1 + len(due)
+    assert len(running) <= arbiter._capacity == 1 + (arbiter._due is not None) + len(firsts)
     assert arbiter._left == len(unfinished) + arbiter._end_waits
     _check_window(arbiter, unfinished)
     if arbiter._footprint is not None:
@@ -236,7 +239,7 @@ def check_invariants(arbiter: "StageArbiter") -> None:
         assert all(foresight.heard_s[number] == NEVER_S for number in arbiter._arrived)
         assert all(waiting[node] < 0 for node in ranked.at[: foresight.next])
         if foresight.held_since_s is not None:
-            assert arbiter._running == ([] if arbiter._due is None else [arbiter._due])
+            assert set(running) - firsts == {arbiter._due} - {None}
             assert arbiter._choose()[0] is not None
 
 

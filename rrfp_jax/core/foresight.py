@@ -389,7 +389,11 @@ class Foresight:
 
     def expected_end_s(self, position: int) -> float:
         """Returns when a running task usually ends, as far as anything is known."""
-        return max(self._started_s[position], self._last_end_s) + (self._usual_s(position) or 0.0)
+        return max(self._started_s[position], self._last_end_s) + self.usual_s(position)
+
+    def usual_s(self, position: int) -> float:
+        """Returns the usual duration of a task, as far as anything is known."""
+        return self._usual_s(position) or 0.0
 
     def _usual_s(self, position: int) -> float | None:
         """Returns the usual duration of a task: that of the longest other one, if it has not run yet; None: none has

@@ -59,8 +59,7 @@ class SavedArbiter:
     delay: int = 0
     """How many updates the weights of a step lack; with 1, two steps may be under way."""
     pairs: tuple[tuple[Task, Task], ...] | None = None
-    """Where the stage joins tasks, the entries of a row that is consumed strictly which run as one program; None: no
-    task has a partner."""
+    """The entries of a row that is consumed strictly which run as one program; None: the stage joins no tasks."""
     other_rows: tuple[tuple[int, tuple[Task, ...] | None], ...] = ()
     """For steps with other owners: the numbers of microbatches that the stage has had in these, and its table's row for
     each; None: there is no such table."""

@@ -427,11 +427,12 @@ class _Driver:
         if start_ms > now_ms and self._keeps_record:
             self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
         end_ms = start_ms + stage.times.of_program_ms(step, task)
-        if stage.timer is not None and isinstance(task, Task):
+        if stage.timer is not None:
             stage.started_ms = start_ms
             decide_ms = start_ms + 1e3 * stage.timer.delay_s(task)
             if decide_ms < end_ms:
-                self.queue.post(decide_ms, self._decide, index, RunTask(step, task))
+                last = task.second if isinstance(task, Pair) else task
+                self.queue.post(decide_ms, self._decide, index, RunTask(step, last))
         if self._keeps_record:
             # Two tasks that run at once are drawn as halves of their time: a span is of one task.
             tasks = task if isinstance(task, Pair) else (task,)
@@ -453,7 +454,7 @@ class _Driver:
     def _end_task(self, index: int) -> None:
         stage = self.stages[index]
         _, step, task = stage.dispatched.popleft()
-        if stage.timer is not None and isinstance(task, Task):
+        if stage.timer is not None:
             stage.timer.ended(task, (self.queue.now_ms - stage.started_ms) / 1e3)
         # A task that was dispatched ahead starts before the arbiter hears of this end: its device does not wait.
         if stage.dispatched:

@@ -24,17 +24,22 @@ SIZES = [(1, 1, 3), (2, 1, 3), (2, 2, 2), (3, 1, 2)]
 LARGER = [(3, 1, 3), (2, 2, 3)]
 
 
+EARLY = pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
+"""Whether a stage may be told that a program is about to end, and chooses the next one then."""
+
+
+@EARLY
 @pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("size", [*SIZES, *(pytest.param(each, marks=pytest.mark.slow) for each in LARGER)], ids=str)
-def test_every_hint_and_window(size, split, ordered):
+def test_every_hint_and_window(size, split, ordered, early):
     num_stages, per_stage, num_microbatches = size
     placement, rules = looped(num_stages, per_stage), replace(PIPELINE_ONLY, ordered=ordered)
     for graph in small_graphs(placement.num_chunks, num_microbatches, split=split).values():
         for found in small_settings(graph, placement, rules, numbers=()):
             explorer = Explorer()
             for setting in found:
-                explorer.explore(replace(setting, pairs=FREE))
+                explorer.explore(replace(setting, pairs=FREE, decides_early=early))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "1f1b-split"])
@@ -44,19 +49,21 @@ def test_whole_steps_one_after_another(name):
     explore(by_table(table, pairs=FREE, rules=rules, absences=((), ()), foresight=False))
 
 
+@EARLY
 @pytest.mark.parametrize("words", [{}, {"footprint": False}, {"foresight": False}], ids=str)
 @pytest.mark.parametrize(("name", "num_microbatches"), [("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("1f1b-split", 4)])
-def test_tables_that_guide(name, num_microbatches, words):
+def test_tables_that_guide(name, num_microbatches, words, early):
     table = build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=num_microbatches))
     for extra in (0, 1):
-        explore(by_table(table, pairs=FREE, extra=extra, **words))
+        explore(by_table(table, pairs=FREE, extra=extra, decides_early=early, **words))
 
 
+@EARLY
 @pytest.mark.parametrize(("name", "num_stages"), [("stp", 2), ("stp", 3), ("dualpipe-v", 2), ("dualpipe-v", 3)])
-def test_rows_that_name_pairs(name, num_stages):
+def test_rows_that_name_pairs(name, num_stages, early):
     """The W of an I may be its partner there, and a stage waits until both of a pair are ready."""
     table = build_schedule(name, ScheduleRequest(num_stages=num_stages, num_microbatches=3 * num_stages - 1))
-    setting = strictly(table, table.pairs)
+    setting = replace(strictly(table, table.pairs), decides_early=early)
     assert explore(setting).num_states > 2 * table.graph.num_microbatches
     counted = pairs_of_a_walk(setting, 0)
     assert set(counted) == table.pairs
@@ -119,7 +126,17 @@ class EndsAtTheFirst(StageArbiter):
         self._capacity = 1 + len(self._running)
 
 
-@pytest.mark.parametrize("arbiter", [JoinsWhatIsNotReady, ForgetsMemory, EndsAtTheFirst])
+class ForgetsThePartner(StageArbiter):
+    """Counts the second alone as ended when the program of both is about to end."""
+
+    def _decide_now(self, task, out):
+        firsts, self._firsts = self._firsts, set()
+        told = super()._decide_now(task, out)
+        self._firsts = firsts
+        return told
+
+
+@pytest.mark.parametrize("arbiter", [JoinsWhatIsNotReady, ForgetsMemory, EndsAtTheFirst, ForgetsThePartner])
 def test_faults_are_found(arbiter):
     setting = Setting(
         graph=chain(2, 3),
@@ -127,6 +144,7 @@ def test_faults_are_found(arbiter):
         windows=(2, 2),
         policies=(HINTS["bf"],) * 2,
         rules=PIPELINE_ONLY,
+        decides_early=arbiter is ForgetsThePartner,
         pairs=FREE,
     )
     explore(setting)
@@ -155,7 +173,7 @@ def joined(random):
     """A random setting in which stages join tasks: guided by a table, or by a hint alone."""
     if random.random() < 0.6:
         setting = random_setting(random)
-        return replace(setting, groups=(), certain_ahead=False, decides_early=False, pairs=FREE)
+        return replace(setting, groups=(), certain_ahead=False, pairs=FREE)
     placement = random_placement(random, random.randint(1, 5), 3)
     return Setting(
         graph=random_graph(random, placement.num_chunks, random.randint(1, 8)),
@@ -164,6 +182,7 @@ def joined(random):
         policies=tuple(random.choice(list(HINTS.values())) for _ in range(placement.num_stages)),
         rules=StepRules(ordered=random.random() < 0.5, agreement=random.choice(list(Agreement))),
         absences=((),) * random.randint(1, 3),
+        decides_early=random.random() < 0.4,
         pairs=FREE,
     )
 

@@ -21,7 +21,10 @@ class Account(NamedTuple):
     sent: int = 0
     """Packets of all steps that the place has sent."""
     due: int = 0
-    """The task that is about to end and counts as finished for others of the stage's own lane, if one is."""
+    """The task that is about to end and counts as finished for others of the stage's own lane, if one is; of a pair
+    both."""
+    firsts: int = 0
+    """Running tasks that the next one in the queue is the partner of."""
     is_told: bool = False
     """Whether the place has been told that the due task is about to end, and has handed over nothing behind it."""
     wake_s: float | None = None

@@ -14,8 +14,7 @@ contract:
   the tasks that started and finished;
 * a chunk that runs F only has produced more than its bound of what its readers have not taken;
 * strict consumption leaves its row, or runs what its table pairs one by one, where stages join tasks;
-* a pair starts beside another task, or is none: its tasks must be of kinds that may join, and ready by themselves, W of
-  the very I excepted, which counts as done then;
+* a pair is none: its tasks must be of kinds that may join, and ready by themselves, W of the very I excepted;
 * a message is sent that nobody expects, for the second time, or before what it carries is complete;
 * a step ends with a task, message or input left over;
 * the stage, or an engine of it, idles although a task is ready that window and memory admit (readiness means to skip
@@ -174,7 +173,7 @@ class StageJudge:
 
     def _useful_decision(self, account: Account) -> DecideNow | None:
         """That the last task handed over is about to end; not twice, and not while another one is due."""
-        if not account.queue or account.is_told or account.due not in (0, account.queue[-1]):
+        if not account.queue or account.is_told or (account.due and not account.due & account.queue[-1]):
             return None
         return DecideNow(account.step, 0.0, self._task(account, account.queue[-1]))
 
@@ -205,8 +204,8 @@ class StageJudge:
             announcements.append(InputPromised(account.step - 1, 0.0, nothing))
         return [ClockTick(account.step, 0.0), ClockTick(account.step - 1, 2.0), *announcements]
 
-    def due_task(self, account: Account) -> Task | None:
-        return self._task(account, account.due) if account.due else None
+    def due_tasks(self, account: Account) -> list[Task]:
+        return [self.contracts[account.step].tasks[place] for place in places_of(account.due)]
 
     def _task(self, account: Account, bit: int) -> Task:
         return self.contracts[account.step].tasks[bit.bit_length() - 1]
@@ -233,9 +232,10 @@ class StageJudge:
         )
         if self.decides_early:
             queue = tuple(queued for queued in account.queue if queued != bit)
-            if bit == account.due:
-                account = account._replace(due=0, is_told=False)
-            account = account._replace(queue=queue)
+            if bit & account.due:
+                due = account.due & ~bit
+                account = account._replace(due=due, is_told=account.is_told and due > 0)
+            account = account._replace(queue=queue, firsts=account.firsts & ~bit)
             if self.counts_on and not account.due:
                 account = account._replace(due=sum(queue[:1]))
         return account
@@ -243,7 +243,8 @@ class StageJudge:
     def _decide(self, account: Account, event: DecideNow) -> Account:
         if event != self.decision(account):
             return account
-        return account._replace(due=account.queue[-1], is_told=True)
+        before = sum(account.queue[-2:-1]) & account.firsts  # one program, which ends as a whole
+        return account._replace(due=account.queue[-1] | before, is_told=True)
 
     def _check_alone(self, task: Task) -> None:
         partner = next((pair.second for pair in self.pairs or () if pair.first == task), None)
@@ -256,16 +257,16 @@ class StageJudge:
         contract = self._active(account, instruction)
         if self.pairs is None or (self.row is not None and instruction.task not in self.pairs):
             raise Violation(f"{self.name} runs {instruction.task}, which is no pair of it")
-        if account.started & ~account.finished & contract.compute:
-            raise Violation(f"{self.name} runs {instruction.task} beside another task")
         if "".join(sorted((first.kind, second.kind))) not in ("BF", "FI", "FW", "IW", "FF"):
             raise Violation(f"{self.name} runs {instruction.task}, whose kinds cannot join")
         account = self._run(account, RunTask(step, first))
+        bit, due = 1 << contract.place[first], account.due
+        account = account._replace(firsts=account.firsts | bit)
         if (first.kind, second.kind) == ("I", "W") and first[1:] == second[1:]:
-            account = account._replace(due=1 << contract.place[first])
-        return self._run(account, RunTask(step, second), beside=1)
+            account = account._replace(due=due | bit)
+        return self._run(account, RunTask(step, second))._replace(due=due)
 
-    def _run(self, account: Account, instruction: RunTask, *, beside: int = 0) -> Account:
+    def _run(self, account: Account, instruction: RunTask) -> Account:
         task, contract = instruction.task, self._active(account, instruction)
         place = contract.place.get(task)
         if place is None:
@@ -276,7 +277,7 @@ class StageJudge:
         if not account.has(needs) and not self._may_await(contract, account, place):
             raise Violation(f"{self.name} runs {task} before {self._lacking(contract, account, task)}")
         if contract.compute >> place & 1:
-            account = self._compute(contract, account, place, beside)
+            account = self._compute(contract, account, place)
         else:
             account = self._run_beside(contract, account, place)
         self._check_memory(contract, account, task)
@@ -295,14 +296,14 @@ class StageJudge:
         is_promised = all(contract.promised_by.get(packet, 0) & account.delivered for packet in inputs)
         return is_promised and place == self.admission.next_entry(contract, account)
 
-    def _compute(self, contract: Contract, account: Account, place: int, beside: int) -> Account:
+    def _compute(self, contract: Contract, account: Account, place: int) -> Account:
         """The account once a task of the stage's own lane runs."""
         account = account._replace(started=account.started | 1 << place, is_told=False, wake_s=None)
         if self.decides_early:
             account = account._replace(queue=(*account.queue, 1 << place))
             if self.counts_on and not account.due:
                 account = account._replace(due=1 << place)
-        capacity = 1 + max(account.due > 0, beside)
+        capacity = 1 + (account.due > 0) + account.firsts.bit_count()
         if (account.started & ~account.finished & contract.compute).bit_count() > capacity:
             raise Violation(f"{self.name} runs {contract.tasks[place]} beside {capacity} other tasks")
         return account

@@ -238,7 +238,7 @@ class _Walk:
         """``with_task``: the task that is its partner, of which only a W of it may have need."""
         step, task = instruction
         is_queued = self.setting.graph.lane(task.kind) == COMPUTE
-        due = self.judges[place].due_task(self.accounts[place]) if is_queued else None
+        due = self.judges[place].due_tasks(self.accounts[place]) if is_queued else []
         before = [*self.graphs[step].dependencies(task)]
         if task.kind is TaskKind.U:
             before.append(Task(TaskKind.R, task.chunk))
@@ -249,7 +249,11 @@ class _Walk:
                 continue  # the judge knows what was promised
             if task.kind is TaskKind.W and dependency == with_task:
                 continue
-            if (step, dependency) not in self.finished and dependency != due and (not is_once or dependency in exists):
+            if (
+                (step, dependency) not in self.finished
+                and dependency not in due
+                and (not is_once or dependency in exists)
+            ):
                 raise Violation(f"{task} of step {step} runs before {dependency} has finished")
 
     def _deliver(self, place: int, event: Event) -> None:

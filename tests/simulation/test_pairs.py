@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rrfp_jax.core import Agreement, Ordering, StageArbiter, StageSetup, StepRules, hint_by_name, ready
+from rrfp_jax.core import Agreement, DecisionTimer, Ordering, StageArbiter, StageSetup, StepRules, hint_by_name, ready
 from rrfp_jax.schedules import (
     Pair,
     ScheduleRequest,
@@ -18,7 +18,7 @@ from rrfp_jax.schedules import (
     write_csv,
 )
 from rrfp_jax.schedules.language import B, F, I, Stage, owed, pair
-from rrfp_jax.simulation import Costs, constant, simulate
+from rrfp_jax.simulation import Costs, Machine, constant, simulate
 from rrfp_jax.simulation.costs import lognormal
 from tests.simulation.helpers import starts_ms
 
@@ -106,6 +106,18 @@ def test_a_pair_lasts_as_long_as_both_and_hides_what_each_would_wait_for() -> No
     # F alone; I with the second F, each drawn as half; I with the first W; W.
     assert starts_ms(simulation) == {"0F0": 0, "0I0": 3.5, "0F1": 6, "0I1": 8.5, "0W0": 10, "0W1": 11.5}
     assert simulation.step_ends_ms[-1] == pytest.approx(12.5)
+
+
+def test_the_host_hides_behind_pairs_too() -> None:
+    table = build_schedule("stp", ScheduleRequest(num_stages=4, num_microbatches=16))
+    order = Ordering(schedule=table, consume="strict").resolve(table.placement, table.graph)
+    took_ms = []
+    for just_in_time in (None, DecisionTimer):
+        machine = Machine(dispatch_overhead_ms=0.1, just_in_time=just_in_time)
+        costs = Costs(durations_ms=constant((2.0, 2.0, 2.0), table.graph), collectives_ms=0.4)
+        simulation = simulate(order.arbiters(RULES, pairs=True), costs, machine=machine, num_steps=4)
+        took_ms.append(simulation.step_ms[-1])
+    assert 202.4 < took_ms[1] < 206 < took_ms[0]
 
 
 def test_durations_are_learnt_in_halves() -> None:
