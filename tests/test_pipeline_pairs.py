@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from rrfp_jax.core import Ordering, RunPair, StepRules
-from rrfp_jax.core.dispatch import PAIRS
+from rrfp_jax.core.dispatch import PAIRS, dispatch_of
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
@@ -22,6 +22,7 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import Buckets, StepBatch
 from rrfp_jax.programs.microbatch_programs import PAIRED_PROGRAMS, compile_pair
 from rrfp_jax.programs.program_text import ProgramText
+from rrfp_jax.runtime import prepare
 from rrfp_jax.runtime.event_log import RunLog, read_log, write_log
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms
 from rrfp_jax.runtime.operations import recompute
@@ -292,6 +293,25 @@ def test_pairs_train_what_the_plain_loop_does_and_compile_nothing_on_the_way(
     for lane in range(placement.num_stages):
         own = sorted((span.start_s, span.end_s) for span in spans if span.stage == lane)
         assert all(before[1] <= after[0] for before, after in pairwise(own))
+
+
+@pytest.mark.parametrize("way", ["readiness, split", "two chunks a stage on a V, split", "stp strict, split"])
+def test_pairs_are_launched_while_others_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where the next pair is in the device's queue before the running one has ended."""
+    monkeypatch.setattr("rrfp_jax.runtime.stage.is_on_host", lambda sharding: False)
+    monkeypatch.setattr(prepare, "dispatch_of", lambda value, on_host: dispatch_of(value, on_host=False))
+    placement, options = WAYS[way]
+    with make_pipeline(plain_model((1,) * placement.num_chunks), placement, clip_norm=1.0, **options()) as pipeline:
+        state, results = pipeline.init(jax.random.key(1)), []
+        for batch in make_batches():
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        losses = [metrics.result().loss for metrics in results]
+        params = jax.tree.map(np.array, pipeline.params(state))
+        log = pipeline.runtime.event_log()
+    assert_same_training(losses, params, *plain(placement.num_chunks))
+    assert num_pairs(log) > 0
+    assert [stage.difference for stage in replay_run([log]).stages] == [None] * placement.num_stages
 
 
 # -- refusals and notes ------------------------------------------------------------------------------------------------

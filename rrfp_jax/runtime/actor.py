@@ -133,12 +133,13 @@ class StageActor:
         for task in instruction.task:
             self._handle(TaskFinished(instruction.step, time_s, task))
 
-    def decide(self, instruction: RunTask, due_s: float) -> None:
-        """Has the successor of a task chosen that is about to end; the decision was due at ``due_s``."""
+    def decide(self, instruction: RunInstruction, due_s: float) -> None:
+        """Has the successor of a task or pair chosen that is about to end; the decision was due at ``due_s``."""
         assert isinstance(self._threads, LaunchAndWait)
         self._threads.answers_due_s = due_s
         try:
-            self._handle(DecideNow(instruction.step, time.perf_counter(), instruction.task))
+            last = instruction.task.second if isinstance(instruction, RunPair) else instruction.task
+            self._handle(DecideNow(instruction.step, time.perf_counter(), last))
         finally:
             self._threads.answers_due_s = None
 

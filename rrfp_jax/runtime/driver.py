@@ -159,7 +159,8 @@ class PipelineRuntime:
                 rule=timing_rule(looks_ahead=arbiter.setup.foresight is not None),
             )
             is_whole = self.peers is None or [*self.peers.layout.ranks_of(stage)] == [self.peers.rank]
-            if self._delays is None and is_whole and executor.hands_ahead:
+            # A pair is made of tasks that have their inputs.
+            if self._delays is None and is_whole and executor.hands_ahead and not arbiter.setup.pairs:
                 self._hands_ahead[stage] = executor
         else:
             threads = ComputeThread(name, launch, done)

@@ -119,9 +119,10 @@ class RuntimeOptions:
     dispatch_ahead: int | str = AUTO
     """The time at which a stage is handed its next task. ``certain``: once no possible event changes the choice.
     ``just-in-time``: likewise, and any other when the running one may end within the host's latency. ``auto``:
-    ``certain`` on CPU devices, elsewhere ``just-in-time``. 0: at the end of the running one. ``pairs``: as 0, and two
-    ready tasks at once where they can run as one program, F of one microbatch and B, I or W of another: the collectives
-    of each then hide behind the work of the other, which pays where tensors are cut over devices."""
+    ``certain`` on CPU devices, elsewhere ``just-in-time``. 0: at the end of the running one. ``pairs``:
+    ``just-in-time``, on CPU devices 0, and two ready tasks at once where they can run as one program, F of one
+    microbatch and B, I or W of another: the collectives of each then hide behind the work of the other, which pays
+    where tensors are cut over devices."""
     group_protocol: GroupProtocol | str = GroupProtocol.LEADER
     """The way in which the processes of one stage choose the next task: ``leader`` or ``propose``."""
     progress_deadline_s: float = 600.0

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.profiler import TraceAnnotation
 
-from rrfp_jax.core import DecisionTimer, Message, RunInstruction, RunTask, TimingRule
+from rrfp_jax.core import DecisionTimer, Message, RunInstruction, TimingRule
 from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.failure import error_text
@@ -356,7 +356,7 @@ class ComputeThread(StageThreads):
 class _Order(NamedTuple):
     """An instruction, for the thread that launches."""
 
-    run: RunTask
+    run: RunInstruction
     due_s: float | None
     """Time at which the decision that it answers was due."""
     inputs: AwaitedInputs | None
@@ -377,28 +377,28 @@ class LaunchAndWait(StageThreads):
         launch: _Launch,
         done: _Done,
         *,
-        decide: Callable[[RunTask, float], None] = lambda run, due_s: None,
+        decide: Callable[[RunInstruction, float], None] = lambda run, due_s: None,
         rule: TimingRule | None = None,
     ) -> None:
         super().__init__(launch, done, {name: self._launch_all, f"{name}-wait": self._wait_for_all})
         # The queue holds orders, and tasks that have started.
-        self._launched: SimpleQueue[tuple[RunTask, Launched | BaseException, AwaitedInputs | None] | None]
+        self._launched: SimpleQueue[tuple[RunInstruction, Launched | BaseException, AwaitedInputs | None] | None]
         self._launched = SimpleQueue()
         self.answers_due_s: float | None = None
         """Time at which the decision was due that instructions submitted now answer."""
         self.submit = self._submit
         # All that follows is owned by the thread that launches, except for ``_ended``.
         self._decide, self._timer = decide, DecisionTimer(rule or TimingRule())
-        self._last: RunTask | None = None
+        self._last: RunInstruction | None = None
         """Task launched last: every other task has its successor."""
-        self._due: tuple[RunTask, float] | None = None
+        self._due: _Running | None = None
         """Task whose successor is to be decided, and the time of that."""
         self._late_s = 0.0
         """Seconds by which the last decision was asked for too late."""
-        self._ended: deque[tuple[Task, float]] = deque()
+        self._ended: deque[tuple[Task | Pair, float]] = deque()
         """Tasks that have ended with their lengths, as the thread that waits has seen them."""
 
-    def _submit(self, instruction: RunTask, inputs: AwaitedInputs | None = None) -> None:
+    def _submit(self, instruction: RunInstruction, inputs: AwaitedInputs | None = None) -> None:
         self._queue.put(_Order(instruction, self.answers_due_s, inputs))
 
     def _launch_all(self) -> None:
