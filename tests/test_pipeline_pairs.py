@@ -222,14 +222,20 @@ def test_a_pair_that_does_not_fit_is_refused_before_the_start(monkeypatch: pytes
 
 
 def make_pipeline(
-    chunks: Sequence[Any], placement: Placement, *, tensor: int = 2, dispatch_ahead: Any = PAIRS, **options: Any
+    chunks: Sequence[Any],
+    placement: Placement,
+    *,
+    data: int = 1,
+    tensor: int = 2,
+    dispatch_ahead: Any = PAIRS,
+    **options: Any,
 ) -> Pipeline:
     options["dispatch_ahead"] = dispatch_ahead
     records = {
         name: record(**take(options, *(field.name for field in fields(record))))  # type: ignore[arg-type]
         for name, record in (("updates", UpdateRules), ("ordering", Ordering), ("options", RuntimeOptions))
     }
-    process = Process(Layout(num_stages=placement.num_stages, mesh={"tensor": tensor}))
+    process = Process(Layout(num_stages=placement.num_stages, data=data, mesh={"tensor": tensor}))
     return Pipeline(chunks, placement=placement, process=process, optimizer=OPTIMIZER, **records)
 
 
@@ -312,6 +318,21 @@ def test_pairs_are_launched_while_others_run(way: str, monkeypatch: pytest.Monke
     assert_same_training(losses, params, *plain(placement.num_chunks))
     assert num_pairs(log) > 0
     assert [stage.difference for stage in replay_run([log]).stages] == [None] * placement.num_stages
+
+
+@pytest.mark.parametrize("reduce", ["collective", "messages"])
+def test_replicas_of_a_stage_run_pairs_too(reduce: str) -> None:
+    placement, options = WAYS["two chunks a stage on a V, split"]
+    chunks = plain_model((1,) * placement.num_chunks)
+    with make_pipeline(chunks, placement, data=2, reduce=reduce, clip_norm=1.0, **options()) as pipeline:
+        state, results = pipeline.init(jax.random.key(1)), []
+        for batch in make_batches():
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        losses = [metrics.result().loss for metrics in results]
+        params = jax.tree.map(np.array, pipeline.params(state))
+        assert num_pairs(pipeline.runtime.event_log()) > 0
+    assert_same_training(losses, params, *plain(placement.num_chunks))
 
 
 # -- refusals and notes ------------------------------------------------------------------------------------------------

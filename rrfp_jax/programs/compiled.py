@@ -461,8 +461,10 @@ def compile_pairs(
             made[both] = pair
         sizes = chunks[other].sizes
         leaving = {"forward": sizes.outputs_bytes, "input_gradient": sizes.input_grads_bytes}
-        title = f"pair of {name} ({number}) and {other_name} ({other_number}) of chunk {other}"
-        chunks[one].count_pair(title, pair, leaving.get(other_name, 0))
+        titles = [each + (f" ({n})" if n else "") for each, n in ((name, number), (other_name, other_number))]
+        chunks[one].count_pair(
+            f"pair of {titles[0]} and {titles[1]} of chunk {other}", pair, leaving.get(other_name, 0)
+        )
     return made
 
 
