@@ -36,7 +36,9 @@ def test_a_key_is_explained_with_its_options_and_the_values_of_presets(capsys: C
 
 
 def test_choices_and_keys_that_a_file_must_give(capsys: Captured) -> None:
-    assert "choices strict, foresight, ready, foresight+pairs option --consume" in flat(told(capsys, "--explain", "consume"))
+    assert "choices strict, foresight, ready, foresight+pairs option --consume" in flat(
+        told(capsys, "--explain", "consume")
+    )
     assert "default none: a file must give it" in flat(told(capsys, "--explain", "run.steps"))
     assert "option --vision section" in flat(told(capsys, "--explain", "vision.hidden"))
 
