@@ -17,24 +17,27 @@ would wait in a circle if one of them held the lock of another's GPU.
 import contextlib
 import ctypes
 import fcntl
+import logging
 import os
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jax.sharding import Sharding
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from rrfp_jax.programs.sameness import ProgramStore, program_identity
 
+_LOG = logging.getLogger(__name__)
 CompileProgress = Callable[[int, int], None]
 """``progress(done, total)``: hears how many programs are compiled, and of how many."""
 
@@ -84,6 +87,7 @@ def compile_program(
     in_shardings: Any,
     out_shardings: Any,
     donate: tuple[int, ...] = (),
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> Compiled:
     """Compiles ``function`` for arguments of these shapes, laid out by ``in_shardings``, results by ``out_shardings``.
 
@@ -91,7 +95,8 @@ def compile_program(
     result's lets the compiler choose (see ``Compiled.output_shardings``). ``name`` appears in profiles. ``donate``
     lists the positions of arguments whose memory the results may take over. The compiled program takes JAX arrays that
     lie as it was compiled for and NumPy arrays alike, also where its devices belong to several processes; each then
-    passes the same. Arguments of another shape, dtype or tree raise TypeError.
+    passes the same. Arguments of another shape, dtype or tree raise TypeError. ``options`` are the compiler's own; one
+    that does not know them compiles without, and the log says so.
     """
 
     def program(*args: Any) -> Any:
@@ -103,11 +108,22 @@ def compile_program(
     lowered = jitted.lower(*specs)
     places: list[Sharding] = jax.tree.leaves((in_shardings, out_shardings))
     with timing_alone(device for place in places for device in place.device_set):
-        compiled = lowered.compile()
+        compiled = _compiled(name, lowered, dict(options))
     if (count := _count.get()) is not None:
         count.seconds[id(compiled)] = time.perf_counter() - begin_s
     count_programs(1)
     return compiled
+
+
+def _compiled(name: str, lowered: Lowered, options: dict[str, str]) -> Compiled:
+    if options:
+        try:
+            return lowered.compile(compiler_options=options)  # type: ignore[arg-type]
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            _LOG.warning("%s is compiled without %s: %s", name, ", ".join(options), str(error).partition("\n")[0])
+    return lowered.compile()
 
 
 def count_programs(number: int) -> None:

@@ -36,6 +36,7 @@ from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.core.events import record
+from rrfp_jax.hardware import TPU
 from rrfp_jax.programs.chunk import Chunk, Params, counters
 from rrfp_jax.programs.chunk_plan import ChunkPlan, Residuals, WeightResiduals
 from rrfp_jax.programs.compiling import compile_program
@@ -43,6 +44,7 @@ from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.shardings import all_passing, gathered, passing
 from rrfp_jax.programs.state import full, zeros
+from rrfp_jax.programs.target import current_target
 from rrfp_jax.schedules import PipelineGraph
 
 LEAN_FORWARD = "forward_lean"
@@ -179,6 +181,15 @@ class PairProgram(NamedTuple):
         return first.finish(made[0], first.arguments), second.finish(made[1], second.arguments)
 
 
+_ON_TPUS = {
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+    "xla_jf_crs_combiner_threshold_in_bytes": "0",
+}
+"""Options by which the compiler for TPUs lets sums and products overlap. Without them it waits for each sum, and merges
+those of both programs."""
+
+
 def compile_pair(first: KindPrograms, name: str, second: KindPrograms, other: str) -> PairProgram:
     """Compiles two programs of a unit as one, which takes and returns arrays that lie as those of each alone do."""
     parts, num_first = (first.parts[name], second.parts[other]), len(first.parts[name].specs)
@@ -195,6 +206,7 @@ def compile_pair(first: KindPrograms, name: str, second: KindPrograms, other: st
         # The compiler chose some of these, and those who take the results count on its choice.
         out_shardings=(first.compiled[name].output_shardings, second.compiled[other].output_shardings),
         donate=(*parts[0].donate, *(num_first + position for position in parts[1].donate)),
+        options=_ON_TPUS if current_target().platform == TPU else {},
     )
     memory = memory_of(compiled)
     return PairProgram(compiled, 0 if memory is None else memory.temporaries)
