@@ -138,10 +138,9 @@ def _gone_on(task: _TaskInCalls, results: Any) -> _Enqueued:
     raise AssertionError("a task makes one call at most")
 
 
-def _alone(make: Callable[..., _TaskInCalls], *arguments: Any) -> _Enqueued:
+def _alone(task: _TaskInCalls) -> _Enqueued:
     """Runs a task, and its call alone; returns the rest of its work."""
     # As _begun, ProgramCall.run and _gone_on, in one piece: this is on the host's way from each task to the next.
-    task = make(*arguments)
     try:
         program, given, finish = next(task)
         task.send(finish(None if program is None else program(*given), given))
@@ -238,7 +237,6 @@ class ProgramStage:
             TaskKind.W: self._weight_gradient,
         }
         self._enqueue: dict[TaskKind, Callable[..., _Enqueued]] = {
-            **{kind: partial(_alone, make) for kind, make in self._in_calls.items()},
             TaskKind.R: self._reduce,
             TaskKind.U: self._update,
         }
@@ -477,8 +475,11 @@ class ProgramStage:
                 read = (self._read(step, task.first), self._read(step, task.second))
                 enqueued = self._together(step, task, *read)
             else:
-                read = self._read(step, task)
-                enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch, *read)
+                read, (kind, chunk, microbatch) = self._read(step, task), task
+                if (make := self._in_calls.get(kind)) is not None:
+                    enqueued = _alone(make(step, chunk, microbatch, *read))
+                else:
+                    enqueued = self._enqueue[kind](step, chunk, microbatch)
             if self._posts_at_once:
                 begun_s = time.perf_counter()  # Elsewhere the program may run within its launch.
             # Values for chunks of this stage go at once: their task may be launched before this one has ended.
@@ -515,8 +516,8 @@ class ProgramStage:
 
     def _together(self, step: int, pair: Pair, *reads: tuple[Any, ...]) -> _Enqueued:
         """Launches two tasks; returns the rest of the work of both."""
-        makes = [
-            partial(self._in_calls[task.kind], step, task.chunk, task.microbatch, *read)
+        tasks = [
+            self._in_calls[task.kind](step, task.chunk, task.microbatch, *read)
             for task, read in zip(pair, reads, strict=True)
         ]
         program: PairProgram | None = None
@@ -524,10 +525,9 @@ class ProgramStage:
             _, chunk, microbatch = pair.first
             program = self._programs_of(step, chunk, microbatch).whole_backward
             if program is not None and (self._copies.base(chunk), microbatch) not in self._steps[step].batch.left_out:
-                return _alone(self._backward, step, chunk, microbatch, *reads[0])._replace(pair=program)
-            program, rest = None, [_alone(make) for make in makes]
+                return _alone(self._backward(step, chunk, microbatch, *reads[0]))._replace(pair=program)
+            program, rest = None, [_alone(task) for task in tasks]
         else:
-            tasks = [make() for make in makes]
             begun = [_begun(task) for task in tasks]
             program, results = self._run_both(*begun)
             rest = [
