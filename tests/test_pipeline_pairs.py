@@ -41,6 +41,7 @@ from rrfp_jax.schedules import (
     chain,
     linear,
 )
+from tests import pipelines, ragged
 from tests.pipelines import take
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.toys import VOCAB, plain_model
@@ -333,6 +334,32 @@ def test_replicas_of_a_stage_run_pairs_too(reduce: str) -> None:
         params = jax.tree.map(np.array, pipeline.params(state))
         assert num_pairs(pipeline.runtime.event_log()) > 0
     assert_same_training(losses, params, *plain(placement.num_chunks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", ["bf", "bfw"])
+def test_microbatches_of_other_shapes_or_that_skip_chunks_run_in_pairs_or_alone(hint: str) -> None:
+    steps = ragged.make_steps(3, 4)
+    with pipelines.make_pipeline(
+        ragged.CHUNKS,
+        placement=Placement((0, 1, 0, 1, 1)),
+        edges=ragged.EDGES,
+        optimizer=optax.adam(1e-2),
+        tensor=2,
+        hint=hint,
+        dispatch_ahead=PAIRS,
+    ) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        initial = jax.tree.map(np.array, pipeline.params(state))
+        pipeline.prepare(ragged.as_batch(steps[0]), buckets=ragged.all_buckets())
+        results = []
+        for microbatches in steps:
+            state, metrics = pipeline.step(state, ragged.as_batch(microbatches))
+            results.append(metrics)
+        losses, params = [each.result().loss for each in results], jax.tree.map(np.array, pipeline.params(state))
+        assert num_pairs(pipeline.runtime.event_log()) > 0
+    expected_losses, _, expected = ragged.train_plainly(initial, optax.adam(1e-2), steps)
+    assert_same_training(losses, params, expected_losses, expected)
 
 
 # -- refusals and notes ------------------------------------------------------------------------------------------------
