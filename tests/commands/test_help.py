@@ -185,10 +185,9 @@ def test_what_null_means_is_the_default_and_choices_are_listed() -> None:
     assert words.left_out == "default: the schedule where there is one, else bf (bf-deep with several chunks per stage)"
     assert words.default == "null"
     flat = " ".join(parser_of(module_of("train")).format_help().split())
-    assert (
-        "--consume strict|foresight|ready How stages follow the schedule: strict keeps to its rows; ready runs the best"
-        in flat
-    )
+    assert "--consume NAME How stages follow the schedule: strict keeps to its rows; ready runs the best" in flat
+    assert "(one of strict, foresight, ready, foresight+pairs; default foresight)" in flat
+    assert "--backward split|fused How backwards run: as input and weight gradient" in flat
     assert (
         "(one of bf, bfw, bf-deep, fb, b-priority, f-priority, schedule, FILE.py:NAME; default: the schedule where"
         in flat
