@@ -699,9 +699,12 @@ class StageArbiter:
     def _lacks_partner(self, position: int) -> bool:
         """Returns whether the row joins the entry at this position with the next one, and that is not ready."""
         partner = self._mode.partner_in_row(self._ranked, position)
-        if partner is None or not (left := self._waiting[self._ranked.at[partner]]):
-            return False
-        return left > 1 or self._ranked.at[partner] not in self._ranked.plan.dependents[self._ranked.at[position]]
+        return partner is not None and not self._may_join(self._ranked.at[position], self._ranked.at[partner])
+
+    def _may_join(self, node: int, partner: int) -> bool:
+        """Returns whether this partner of a task is ready, or is W of that very I."""
+        left = self._waiting[partner]
+        return not left or (left == 1 and partner in self._ranked.plan.dependents[node])
 
     def _start_joined(self, node: int, position: int, out: list[Instruction]) -> None:
         """Start a task, and in the same program its partner, if there is one."""
@@ -712,18 +715,20 @@ class StageArbiter:
             partner = best_partner(ranked.plan.tasks[node].kind, self._heads(), ranked)
         elif partner is not None:
             self._hint_state += 1
-        if partner is None:
-            return
-        second, behind = ranked.at[partner], len(out)
+        if partner is not None:
+            self._start_partner(node, partner, before, out)
+
+    def _start_partner(self, node: int, position: int, before: int, out: list[Instruction]) -> None:
+        """Start the partner of a task that has just started, whose instruction stands at ``before``."""
+        tasks, second, behind = self._ranked.plan.tasks, self._ranked.at[position], len(out)
         if self._waiting[second]:
             # W of the I that has just started: it follows in the same program, so it may count that as ended.
             self._count_down_early(node, out)
         self._firsts.add(node)
         self._capacity += 1
-        self._start(second, partner, out)
+        self._start(second, position, out)
         del out[behind]
-        pair = Pair(ranked.plan.tasks[node], ranked.plan.tasks[second])
-        out[before] = RunPair(self.step, pair)  # type: ignore[arg-type]
+        out[before] = RunPair(self.step, Pair(tasks[node], tasks[second]))  # type: ignore[arg-type]
 
     def _counts_on(self, out: list[Instruction]) -> bool:
         """Let the running task be due from its start, if none is. Returns whether a certain choice may go behind it."""

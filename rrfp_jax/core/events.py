@@ -154,12 +154,14 @@ class MemberReceived(NamedTuple):
 
 
 class TaskChosen(NamedTuple):
-    """From the leader: ``task`` is the step's task number ``number``, counted from 0 over all lanes."""
+    """From the leader: ``task`` is the step's task number ``number``, counted from 0 over all lanes and partners."""
 
     number: int
     task: Task
     hint_state: int
     """The state of the hint after this choice."""
+    partner: Task | None = None
+    """The task that runs in one program with it, which has the next number."""
 
 
 class TaskProposed(NamedTuple):

@@ -187,7 +187,7 @@ def instruction_text(instruction: Instruction) -> str:
 
 def _note_text(note: Note) -> str:
     if isinstance(note, TaskChosen):
-        return f"task {note.number} is {note.task}"
+        return f"task {note.number} is {note.task}" + (f" with {note.partner}" if note.partner else "")
     if isinstance(note, TaskProposed):
         return f"round {note.round}, {note.task or 'nothing'}"
     if isinstance(note, MemberReceived):

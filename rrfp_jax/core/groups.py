@@ -44,6 +44,10 @@ start; D is everything before n then. A member counts its own tasks alike, and m
 behind the one before, whether it was certain or made as the leader's task was about to end: the leader has told it, so
 it does not change.
 
+*Pairs.* The note of a task names its partner too, which has the next number; members start both as one program. No
+choice is certain early then, so a member that has room for the pair has ended all tasks before it, or has the last
+program due: so it has at least D behind it, and both are ready and admissible there.
+
 Each member hears of its own device alone that a task is about to end (:class:`DecideNow`). The leader's choice may come
 early by that, a follower's start of it too, each by itself: a follower whose task has become due starts choice n behind
 it where n is ready and admissible with that task counted as finished, and otherwise as above, after its end. Where the
@@ -104,6 +108,7 @@ from rrfp_jax.core.events import (
     Instruction,
     MemberReceived,
     MemberStarted,
+    RunPair,
     StepStarted,
     TaskChosen,
     TaskProposed,
@@ -277,17 +282,25 @@ class LeadingMember(_TreeMember):
             super()._dispatch(out)
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
-        self._tell(node, out)
+        if not self._mode.joins:
+            self._tell(node, out)
         super()._start(node, position, out)
+
+    def _start_joined(self, node: int, position: int, out: list[Instruction]) -> None:
+        number, before = self._num_started, len(out)
+        super()._start_joined(node, position, out)
+        run = out[before]  # The partner is known only now, and the note names both.
+        self._tell(node, out, number, run.task.second if isinstance(run, RunPair) else None)
 
     def _start_beside(self, engines: Engines, node: int, out: list[Instruction]) -> None:
         self._tell(node, out)
         super()._start_beside(engines, node, out)
 
-    def _tell(self, node: int, out: list[Instruction]) -> None:
-        """Tell the followers the number of a task that starts."""
+    def _tell(self, node: int, out: list[Instruction], number: int | None = None, partner: Task | None = None) -> None:
+        """Tell the followers the number of a task that starts (None: the next one), and its partner."""
         assert self.step is not None
-        note = TaskChosen(self._num_started, self._ranked.plan.tasks[node], self._hint_state)
+        number = self._num_started if number is None else number
+        note = TaskChosen(number, self._ranked.plan.tasks[node], self._hint_state, partner)
         out += [TellGroup(self.step, child, note) for child in self.children]
 
 
@@ -353,7 +366,10 @@ class FollowingMember(_TreeMember):
             if is_beside:
                 self._start_beside(self._engines, node, out)  # type: ignore[arg-type]
             else:
+                before = len(out)
                 self._start(node, self._ranked.position[node], out)
+                if note.partner is not None:
+                    self._start_partner(node, self._ranked.position[plan.index[note.partner]], before, out)
 
     def _can_start(self, note: TaskChosen, node: int | None) -> bool:
         if node is None or self._waiting[node] < 0:
@@ -365,6 +381,8 @@ class FollowingMember(_TreeMember):
         if lane < 0:
             is_free = self._engines.running[-1 - lane] == NOTHING  # type: ignore[union-attr]
             return is_free and self._admits_beside(position)
+        if note.partner is not None and not self._may_join(node, self._ranked.plan.index[note.partner]):
+            return False
         takes = lane == 0 if footprint is None else not footprint.is_free(position)
         return not takes or self._admits(position)
 
@@ -478,7 +496,8 @@ def group_arbiter(
     ``degree``: the degree of the tree through which notes between a leader and its group travel. In a group only
     a leader has foresight: it alone hears announcements, makes them, holds and is woken.
 
-    Raises ValueError if there is no such member or protocol, and for a group with operations beside compute.
+    Raises ValueError if there is no such member or protocol, and for a group that proposes and has operations beside
+    compute, or pairs.
     """
     if not 0 <= member < num_members:
         raise ValueError(f"member {member} of a group of {num_members}: members are numbered from 0 to one less")
@@ -491,6 +510,10 @@ def group_arbiter(
     if num_members > 1 and (protocol is not GroupProtocol.LEADER or member != LEADER):
         setup = replace(setup, foresight=None)
     if num_members > 1 and protocol is GroupProtocol.PROPOSE:
+        if setup.pairs:
+            raise ValueError(
+                f"members that propose agree on one task at a time: for pairs take group_protocol {GroupProtocol.LEADER}"
+            )
         setup = replace(setup, certain_ahead=False)
     check_engines(setup.graph, setup.stage, num_members, protocol)
     if num_members == 1 or protocol is GroupProtocol.OFF:

@@ -205,10 +205,6 @@ class Order:
             )
             for stage in wanted
         }
-        if pairs and any(number > 1 for _, number in wanted.values()):
-            raise ValueError("pairs are for stages of one process: give every stage one process, or leave pairs out")
-        if self.delay and any(number > 1 for _, number in wanted.values()):
-            raise ValueError("steps that overlap are for stages of one process: give every stage one process")
         return [
             # They are used alike, and have no state in common that a class could hold.
             cast(StageArbiter, OverlappedArbiter(setups[stage]))

@@ -301,18 +301,15 @@ def compile_only(
 
 def check_pairs(model: HostedModel, graph: PipelineGraph, ordering: Ordering) -> None:
     """Raises ValueError where tasks cannot run in pairs."""
-    layout, updates = model.process.layout, model.updates
     if ordering.delay:
         raise ValueError(f"steps that overlap (delay {ordering.delay}) run their tasks one by one: {_LEAVE_PAIRS_OUT}")
     if graph.ops:
         raise ValueError(f"operations have their own time between tasks: {_LEAVE_PAIRS_OUT}, or the operations")
-    if updates.deterministic and ordering.consume != STRICT:
+    if model.updates.deterministic and ordering.consume != STRICT:
         raise ValueError(
             "which tasks run in pairs depends on what is ready, and a program of two may round otherwise than each "
             f"alone: in deterministic runs take a schedule with consume {STRICT}, or {_LEAVE_PAIRS_OUT}"
         )
-    if any(len(layout.ranks_of(unit)) > 1 for unit in range(layout.num_units)):
-        raise ValueError(f"pairs are for stages of one process: give every stage one, or {_LEAVE_PAIRS_OUT}")
 
 
 def _joined(ordering: Ordering) -> list[tuple[str, str]]:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.core import HINTS, RunPair, StageArbiter, StepRules
+from rrfp_jax.core import HINTS, GroupProtocol, RunPair, StageArbiter, StepRules, group_arbiter
+from rrfp_jax.core.groups import FollowingMember
 from rrfp_jax.core.plan import Agreement
 from rrfp_jax.schedules import Pair, ScheduleRequest, Task, build_schedule, chain, linear, looped, v_shaped
 from tests.checking.guided import by_table
@@ -67,6 +68,49 @@ def test_rows_that_name_pairs(name, num_stages, early):
     assert explore(setting).num_states > 2 * table.graph.num_microbatches
     counted = pairs_of_a_walk(setting, 0)
     assert set(counted) == table.pairs
+
+
+@EARLY
+@pytest.mark.parametrize("collective", [True, False], ids=["collectives", "separate ends"])
+@pytest.mark.parametrize("groups", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "num_microbatches", "words"),
+    [("1f1b", 2, {}), ("1f1b", 3, {"footprint": False}), ("zb-h1", 2, {"foresight": False}), ("zb-v", 2, {})],
+    ids=str,
+)
+def test_members_of_groups_run_the_same_pairs(name, num_microbatches, words, groups, collective, early):
+    table = build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=num_microbatches))
+    setting = by_table(table, pairs=FREE, groups=groups, collective=collective, decides_early=early, **words)
+    explore(setting)
+
+
+@pytest.mark.parametrize("name", ["stp", "dualpipe-v"])
+def test_members_of_groups_keep_to_the_pairs_of_a_row(name):
+    table = build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=5))
+    setting = replace(strictly(table, table.pairs), groups=(2, 1), decides_early=True)
+    explore(setting)
+    assert set(pairs_of_a_walk(replace(setting, groups=(3, 2)), 1)) <= table.pairs
+
+
+def test_a_follower_that_takes_pairs_apart_diverges():
+    class Alone(FollowingMember):
+        def _dispatch(self, out):
+            kept = self._kept.get(self.step, {})
+            for number, note in list(kept.items()):
+                if isinstance(number, int) and note.partner is not None:
+                    kept[number] = note._replace(partner=None)
+                    kept[number + 1] = note._replace(number=number + 1, task=note.partner, partner=None)
+            super()._dispatch(out)
+
+    def member(protocol, setup, number, num_members):
+        sound = group_arbiter(protocol, setup, number, num_members)
+        return Alone(setup, number, num_members) if number else sound
+
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=3))
+    setting = by_table(table, pairs=FREE, groups=(2, 1), foresight=False, footprint=False)
+    explore(setting)
+    with pytest.raises(CheckError, match="diverge"):
+        explore(replace(setting, make_member=member))
 
 
 def strictly(table, pairs):
@@ -173,7 +217,7 @@ def joined(random):
     """A random setting in which stages join tasks: guided by a table, or by a hint alone."""
     if random.random() < 0.6:
         setting = random_setting(random)
-        return replace(setting, groups=(), certain_ahead=False, pairs=FREE)
+        return replace(setting, protocol=GroupProtocol.LEADER, certain_ahead=False, pairs=FREE)
     placement = random_placement(random, random.randint(1, 5), 3)
     return Setting(
         graph=random_graph(random, placement.num_chunks, random.randint(1, 8)),

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rrfp_jax.core import RunTask
+from rrfp_jax.core import RunInstruction
 from tests.model_checker.contract import Needs
 
 
@@ -32,7 +32,7 @@ class Account(NamedTuple):
     queue: tuple[int, ...] = ()
     """Where stages decide early, the running tasks of the stage's own lane in the order in which they were handed over
     and will end."""
-    launched: tuple[RunTask, ...] = ()
+    launched: tuple[RunInstruction, ...] = ()
     """On a member of a group, every task that it has started so far, in order."""
 
     @property

@@ -40,6 +40,7 @@ from rrfp_jax.core import (
     Instruction,
     Message,
     MessageKind,
+    RunInstruction,
     RunPair,
     RunTask,
     Send,
@@ -264,7 +265,9 @@ class StageJudge:
         account = account._replace(firsts=account.firsts | bit)
         if (first.kind, second.kind) == ("I", "W") and first[1:] == second[1:]:
             account = account._replace(due=due | bit)
-        return self._run(account, RunTask(step, second))._replace(due=due)
+        account = self._run(account, RunTask(step, second))._replace(due=due)
+        # Members that launch the same tasks, but not in the same programs, diverge too.
+        return account._replace(launched=(*account.launched[:-2], instruction)) if self.others else account
 
     def _run(self, account: Account, instruction: RunTask) -> Account:
         task, contract = instruction.task, self._active(account, instruction)
@@ -470,7 +473,7 @@ def stuck(setting: Setting, unfinished: Iterable[int]) -> str:
     return f"deadlock: {names} have work left, and nothing can end or start"
 
 
-def diverging(launched: Sequence[Sequence[RunTask]], stage: int) -> str | None:
+def diverging(launched: Sequence[Sequence[RunInstruction]], stage: int) -> str | None:
     """Where the sequences that a group's members have launched differ, if they do."""
     for number, tasks in enumerate(zip_longest(*launched)):
         distinct = {task for task in tasks if task is not None}

@@ -33,6 +33,14 @@ ONE_OF_EACH = [
         options={"schedule": "zb-h1"},
         delay_ms=8.0,
     ),
+    Case(
+        name="pairs",
+        cut=(1, 1),
+        num_stages=2,
+        tensor=2,
+        num_ranks=4,
+        options={"schedule": "zb-h1", "dispatch_ahead": "pairs"},
+    ),
     Case(name="by messages", cut=(1, 1), num_stages=2, data=2, num_ranks=4, options={"reduce": "messages"}),
     Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, mesh={"fsdp": 2}, num_ranks=4),
 ]

@@ -5,7 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rrfp_jax.core import Agreement, DecisionTimer, Ordering, StageArbiter, StageSetup, StepRules, hint_by_name, ready
+from rrfp_jax.core import (
+    Agreement,
+    DecisionTimer,
+    GroupProtocol,
+    Ordering,
+    StageArbiter,
+    StageSetup,
+    StepRules,
+    hint_by_name,
+    ready,
+)
 from rrfp_jax.schedules import (
     Pair,
     ScheduleRequest,
@@ -199,7 +209,7 @@ def test_what_does_not_go_with_pairs_is_refused() -> None:
     with pytest.raises(ValueError, match="do not go with pairs, which end before the stage chooses again"):
         replace(setup, delay=1)
     order = Ordering(hint="bf").resolve(linear(2), graph)
-    with pytest.raises(ValueError, match="pairs are for stages of one process"):
-        order.arbiters(RULES, pairs=True, members={0: (0, 2), 1: (0, 1)})
+    with pytest.raises(ValueError, match="for pairs take group_protocol leader"):
+        order.arbiters(RULES, pairs=True, members={0: (0, 2), 1: (0, 1)}, protocol=GroupProtocol.PROPOSE)
     with pytest.raises(ValueError, match="collectives_ms is -1: give 0 or more"):
         Costs(durations_ms=constant((1.0, 1.0, 1.0), graph), collectives_ms=-1)
