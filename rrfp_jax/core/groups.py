@@ -512,7 +512,7 @@ def group_arbiter(
     if num_members > 1 and protocol is GroupProtocol.PROPOSE:
         if setup.pairs:
             raise ValueError(
-                f"members that propose agree on one task at a time: for pairs take group_protocol {GroupProtocol.LEADER}"
+                f"members that propose agree on single tasks: for pairs take group_protocol {GroupProtocol.LEADER}"
             )
         setup = replace(setup, certain_ahead=False)
     check_engines(setup.graph, setup.stage, num_members, protocol)
