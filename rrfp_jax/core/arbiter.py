@@ -51,8 +51,8 @@ each of these engines beside those of its compute lane, to which alone the hint,
 
 Pairs
 -----
-Where a stage joins tasks (:mod:`rrfp_jax.core.dispatch`), a task may start with a partner: both run as one program, and
-both end before the stage chooses again.
+Where a stage joins tasks (:mod:`rrfp_jax.core.dispatch`), a task may start with a partner. One program runs both: they
+start together, and end, or are due, together.
 
 Steps of another kind
 ---------------------

@@ -205,6 +205,8 @@ class Order:
             )
             for stage in wanted
         }
+        if self.delay and any(number > 1 for _, number in wanted.values()):
+            raise ValueError("steps that overlap are for stages of one process: give every stage one process")
         return [
             # They are used alike, and have no state in common that a class could hold.
             cast(StageArbiter, OverlappedArbiter(setups[stage]))

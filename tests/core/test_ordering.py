@@ -102,3 +102,9 @@ def test_weights_wait_for_idle_time_only_where_memory_has_room_for_more():
     assert ranked() == [True, True, True]
     assert ranked(window=(3, 3, 1)) == [True, False, True]
     assert ranked(footprint=False, foresight=False) == [False, False, False]
+
+
+def test_steps_that_overlap_are_for_stages_of_one_process() -> None:
+    order = Ordering(hint="bf", delay=1).resolve(linear(2), chain(2, 2))
+    with pytest.raises(ValueError, match="for stages of one process: give every stage one process"):
+        order.arbiters(StepRules(), members={0: (0, 2), 1: (0, 1)})
