@@ -118,6 +118,7 @@ def test_a_loss_that_is_not_finite_shows_in_an_evaluation_without_weight() -> No
     assert found.weight == 0.0
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without() -> None:
     assert_no_trace(make_chunks(2), num_steps=6, placement=linear(2), evaluation={"batches": 3, "length": 6})
 

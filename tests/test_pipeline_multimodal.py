@@ -98,10 +98,10 @@ OTHER_MESHES = {"stages": (0, 1, 1), "meshes": ((("fsdp", 4),), (("tensor", 2), 
 OWN, ALL_BUT_PROJECTOR = {"projector_in": "own"}, {"freeze": ("vision", "decoder")}
 STRICT, SPLIT = {"consume": "strict"}, {"hint": "bfw", "window": 2}
 FAST: list[dict[str, Any]] = [
-    {},
     {"schedule": "1f1b"} | STRICT,
 ]
 SLOW: list[dict[str, Any]] = [
+    {},
     {"data": 2, "stages": (0, 1, 0, 1)} | OWN,
     {"schedule": "zb-h1"},
     {"hint": "fb", "window": 3},

@@ -188,6 +188,7 @@ def test_pair_programs_hold_the_work_of_both(made: tuple[OneStage, str]) -> None
         assert together == sum(alone) > 0
 
 
+@pytest.mark.slow
 def test_pairs_share_programs_between_chunks_of_a_kind() -> None:
     """Stage 1 has two chunks of one kind, so that its four pairs of B and F are one program."""
     config = LanguageModelConfig(vocab_size=VOCAB, hidden=8, num_layers=4, num_heads=2, mlp_dim=8)
@@ -266,6 +267,7 @@ def plain(num_chunks: int) -> tuple[list[float], Any]:
     return train_plainly(chunks, params, OPTIMIZER, make_batches(), clip_norm=1.0)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("tensor", [2, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_pairs_train_what_the_plain_loop_does_and_compile_nothing_on_the_way(
@@ -302,7 +304,8 @@ def test_pairs_train_what_the_plain_loop_does_and_compile_nothing_on_the_way(
         assert all(before[1] <= after[0] for before, after in pairwise(own))
 
 
-@pytest.mark.parametrize("way", ["readiness, split", "two chunks a stage on a V, split", "stp strict, split"])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("way", ["stp strict, split", "readiness, split", "two chunks a stage on a V, split"])
 def test_pairs_are_launched_while_others_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, where the next pair is in the device's queue before the running one has ended."""
     monkeypatch.setattr("rrfp_jax.runtime.stage.is_on_host", lambda sharding: False)
@@ -321,6 +324,7 @@ def test_pairs_are_launched_while_others_run(way: str, monkeypatch: pytest.Monke
     assert [stage.difference for stage in replay_run([log]).stages] == [None] * placement.num_stages
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reduce", ["collective", "messages"])
 def test_replicas_of_a_stage_run_pairs_too(reduce: str) -> None:
     placement, options = WAYS["two chunks a stage on a V, split"]

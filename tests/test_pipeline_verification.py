@@ -81,6 +81,7 @@ def test_of_three_replicas_the_one_is_named() -> None:
     assert found == "stage 0, replica 1 (rank 0, cpu) made other outputs in task 0F than the 2 other replicas"
 
 
+@pytest.mark.slow
 def test_one_replica_finds_a_fault_that_comes_and_goes() -> None:
     wrap = with_spoilt(1, "forward", of_outputs, from_call=1)
     found = verify(make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER, wrap_stage=wrap), 0)
