@@ -394,8 +394,8 @@ def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
     memory is reserved for all of them.
 
     An operation that comes before a task stands ``lead`` tasks ahead of the first such one, but behind all that it
-    comes after; any other one stands right behind the last task that it comes after. Raises ValueError where one does
-    not fit the table's graph.
+    comes after; any other one stands right behind the last task that it comes after. The table names no pairs any
+    more. Raises ValueError where one does not fit the table's graph.
     """
     added = tuple(ops)
     stage_of, chunks = table.placement.stage_of_chunk, range(table.graph.num_chunks)
@@ -423,7 +423,8 @@ def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
                 row.insert(_place(task, op, row, graph), task)
         rows.append(tuple(row))
     hint = None if table.hint is None else with_operations(table.hint, added)
-    return replace(table, graph=graph, rows=tuple(rows), hint=hint).validate()
+    # Operations may stand between the tasks of a pair, and no stage that has them joins tasks.
+    return replace(table, graph=graph, rows=tuple(rows), pairs=frozenset(), hint=hint).validate()
 
 
 def _place(task: Task, op: Op, row: list[Task], graph: PipelineGraph) -> int:

@@ -16,6 +16,7 @@ from rrfp_jax.core import (
     hint_by_name,
     ready,
 )
+from rrfp_jax.runtime.operations import offload, recomputed
 from rrfp_jax.schedules import (
     Pair,
     ScheduleRequest,
@@ -199,6 +200,15 @@ def test_a_file_keeps_pairs(name: str, tmp_path) -> None:
     assert table.pairs
     write_csv(table, tmp_path / f"{name}.csv")
     assert read_csv(tmp_path / f"{name}.csv") == table
+
+
+@pytest.mark.parametrize("name", ["stp", "dualpipe-v"])
+def test_a_table_with_operations_names_no_pairs(name: str) -> None:
+    table = build_schedule(name, ScheduleRequest(num_stages=3, num_microbatches=9))
+    remade = recomputed(table, 0.9, lead=0, ms=1.0)
+    assert not remade.pairs
+    assert [task for task in remade.orders[0] if task in table.orders[0]] == list(table.orders[0])
+    assert not offload(table, 3, copy_ms=1.0).pairs
 
 
 def test_what_does_not_go_with_pairs_is_refused() -> None:
