@@ -382,6 +382,10 @@ def test_pairs_are_refused_with_what_runs_tasks_one_by_one() -> None:
     refused("steps that overlap", delay=1)
     refused("depends on what is ready", deterministic=True)
     refused("operations have their own time", hint="bf", ops=(recompute(chunks=(0,)),))
+    with pytest.raises(
+        ValueError, match="members that propose agree on single tasks: for pairs take group_protocol leader"
+    ):
+        RuntimeOptions(dispatch_ahead="pairs", group_protocol="propose")
 
 
 def test_stages_of_one_device_compile_no_pairs_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:

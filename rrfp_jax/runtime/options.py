@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.core import Agreement, GroupProtocol, StepRules, check_delay
-from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
+from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, PAIRS, is_dispatch
 from rrfp_jax.core.replicas import ReduceWay, SparseAveraging, reduce_way
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
@@ -146,6 +146,10 @@ class RuntimeOptions:
             raise ValueError(f"group_protocol is {self.group_protocol!r}: give {', '.join(GroupProtocol)}")
         if not is_dispatch(self.dispatch_ahead):
             raise ValueError(f"dispatch_ahead is {self.dispatch_ahead!r}: give {DISPATCH_WORDS}")
+        if self.dispatch_ahead == PAIRS and self.group_protocol == GroupProtocol.PROPOSE:
+            raise ValueError(
+                f"members that propose agree on single tasks: for pairs take group_protocol {GroupProtocol.LEADER}"
+            )
         if (limit := self.memory_limit_bytes) is not None and limit < 1:
             raise ValueError(f"memory_limit is {self.memory_limit}: give at least 1 byte")
         if self.max_programs < 1:
