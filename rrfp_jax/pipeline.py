@@ -70,7 +70,7 @@ from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.programs.update_functions import AveragedState, OptimizerOnHost
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.consistency import Verification, result_difference, state_difference
-from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, placed
+from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, check_beside, placed
 from rrfp_jax.runtime.jax_environment import require_determinism
 from rrfp_jax.runtime.model import HostedModel, HostedState
 from rrfp_jax.runtime.operations import check_operations
@@ -524,6 +524,8 @@ class Pipeline:
         ``step``, with at most as many microbatches as the pipeline was prepared for (:class:`EvaluationShapes`), an
         equal number for each replica; :meth:`reads` tells which of them this process reads. All processes call it
         alike. Chunks get no random key. ``owners`` are those of a training step: each batch is owned like its.
+        Prepared for ``in_idle_time``, evaluations run beside the steps that follow, on averages where the optimizer
+        keeps some; who asks for a result has them hurry.
 
         Raises ValueError where the pipeline was not prepared for evaluations, or for other shapes; otherwise as
         ``step``.
@@ -534,6 +536,15 @@ class Pipeline:
             raise ValueError("the pipeline was not prepared for evaluations: give prepare their shapes (evaluation)")
         leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
         batch_of_step, absent = evaluation.step(leaves, self._step)
+        if evaluation.beside is not None:
+            if owners is not None:
+                raise ValueError("evaluations in idle time have no other owners: leave owners or in_idle_time out")
+            future = evaluation.beside.submit(
+                self.runtime, batch_of_step, absent, partial(self._evaluated_params, state)
+            )
+            return EvaluationMetrics(
+                future, self._hold, partial(EvaluationResult.of, step=self._step), self.runtime.hurry
+            )
         owners, _ = self._checked_owners(self._running(), owners)
         self._make_room()
         future = self._running().runtime.submit(
@@ -543,6 +554,13 @@ class Pipeline:
         self._enqueued.append(metrics)
         self._turn += 1
         return metrics
+
+    def _evaluated_params(self, state: PipelineState) -> dict[int, Any]:
+        """Returns the parameters that evaluations in idle time read, by chunk; waits for the steps enqueued."""
+        held = self._held(state)
+        if self._model.keeps_averages():
+            return self._model.averages(held)
+        return {number: each.params for number, each in held.chunks.items()}
 
     @contextmanager
     def averaged(self, state: PipelineState) -> Iterator[None]:
@@ -805,6 +823,8 @@ class Pipeline:
                     "each replica holds shares of the optimizer state, and so of the averages with which steps "
                     "evaluate: give reduce collective, no shard_optimizer, or no evaluation"
                 )
+            if evaluation is not None and evaluation.in_idle_time:
+                check_beside(self.process, delay=bool(self.updates.delay))
             # Compiling needs shapes alone, so no leaf is copied.
             leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=())
             self._preparation = prepare_pipeline(

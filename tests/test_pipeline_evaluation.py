@@ -1,6 +1,7 @@
 """Evaluations between training steps: equal to a plain jit, and without a trace in what is trained."""
 
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime import TaskFailed
 from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped
+from rrfp_jax.schedules.timeline import IdleReason
+from rrfp_jax.testing import DelayedStage
 from tests.pipelines import make_pipeline
 
 NUM_MICROBATCHES = 4
@@ -43,9 +46,9 @@ def make_batch(seed: int, *, length: int = 8, batches: int = 1) -> Batch:
     return {"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights}
 
 
-def shapes(length: int = 8, batches: int = 1) -> EvaluationShapes:
+def shapes(length: int = 8, batches: int = 1, **more: Any) -> EvaluationShapes:
     bucket = {name: leaf[0] for name, leaf in make_batch(0, length=length).items()}
-    return EvaluationShapes(buckets=[bucket], batches=batches)
+    return EvaluationShapes(buckets=[bucket], batches=batches, **more)
 
 
 def plainly(chunks: list[Chunk], params: Mapping[str, Any], batch: Batch) -> tuple[float, float]:
@@ -225,3 +228,56 @@ def test_chunks_get_no_key_and_errors_name_the_evaluation() -> None:
         failing = pipeline.evaluate(state, batch)
         with pytest.raises(TaskFailed, match="evaluation after 1 steps: 0F0 on stage 0 failed"):
             failing.result()
+
+
+# -- in idle time ------------------------------------------------------------------------------------------------------
+
+
+def evaluated(pipeline: Pipeline, num_steps: int = 24, **evaluation: Any) -> tuple[list[Any], list[Any], Any]:
+    """Train, and evaluate two batches after every eighth step; results of evaluations and steps, and parameters."""
+    with pipeline:
+        state, found, losses = pipeline.init(jax.random.key(1)), list[Any](), list[Any]()
+        pipeline.prepare(make_batch(0), evaluation=shapes(**evaluation))
+        for step in range(num_steps):
+            if step % 8 == 0:
+                found += [pipeline.evaluate(state, make_batch(100 + step + number)) for number in range(2)]
+            state, metrics = pipeline.step(state, make_batch(step))
+            losses.append(metrics)
+        results = [each.result() for each in found]
+        return results, [each.result() for each in losses], jax.tree.map(np.array, pipeline.params(state))
+
+
+def slow(stage: Any) -> Any:
+    return DelayedStage(stage, lambda *_: 0.004)  # so that stages idle for each other
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hint": "bfw"},
+        pytest.param({"schedule": "1f1b", "consume": "strict"}, marks=pytest.mark.slow),
+        pytest.param({"schedule": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "reduce": "messages"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "shard_optimizer": True}, marks=pytest.mark.slow),
+        pytest.param({"dispatch_ahead": "just-in-time"}, marks=pytest.mark.slow),
+        pytest.param({"dispatch_ahead": "pairs", "deterministic": False, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"pieces": lambda stage: repeat(lambda: None)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_evaluations_in_idle_time_give_the_numbers_of_those_between_steps(options: dict[str, Any]) -> None:
+    if "schedule" in options:
+        options = {**options, "schedule": table(options["schedule"])}
+    chunks = make_chunks(2, tie_embeddings=True)
+    fixed = {"optimizer": OPTIMIZER, "deterministic": True, "clip_norm": 1.0, "placement": linear(2), **options}
+    between, plain, params = evaluated(make_pipeline(chunks, **fixed))
+    beside, steps, found = evaluated(make_pipeline(chunks, wrap_stage=slow, **fixed), in_idle_time=True)
+    assert [each.step for each in beside] == [0, 0, 8, 8, 16, 16]
+    equal = np.testing.assert_array_equal if fixed["deterministic"] else np.testing.assert_allclose
+    for name in ("loss_sum", "weight"):
+        equal([getattr(each, name) for each in beside], [getattr(each, name) for each in between])
+    equal([each.loss for each in steps], [each.loss for each in plain])
+    if fixed["deterministic"]:
+        jax.tree.map(equal, found, params)
+    assert sum(each.sums.idle_s.get(IdleReason.PIECE, 0.0) for each in steps) > 0

@@ -6,6 +6,7 @@ from rrfp_jax.core.dispatch import Dispatch as Dispatch
 from rrfp_jax.core.dispatch import TimingRule as TimingRule
 from rrfp_jax.core.dispatch import dispatch_of as dispatch_of
 from rrfp_jax.core.dispatch import timing_rule as timing_rule
+from rrfp_jax.core.events import BESIDE as BESIDE
 from rrfp_jax.core.events import Announce as Announce
 from rrfp_jax.core.events import ClockTick as ClockTick
 from rrfp_jax.core.events import DecideNow as DecideNow

@@ -409,7 +409,7 @@ class GapTimer:
 
     def __init__(self) -> None:
         self._gaps: dict[int, deque[float]] = {}
-        self._pieces = _Recent(64, 0.95)
+        self._pieces: dict[Hashable, _Recent] = {}
         self._place = 0
         self._since_s: float | None = None
         """The time at which the stage began to idle; None while it has a task."""
@@ -426,18 +426,19 @@ class GapTimer:
             self._gaps.setdefault(self._place, deque(maxlen=5)).append(now_s - self._since_s)
             self._since_s = None
 
-    def piece_ended(self, duration_s: float) -> None:
-        """Learn how long a piece took."""
-        self._pieces.add(duration_s)
+    def piece_ended(self, duration_s: float, kind: Hashable = None) -> None:
+        """Learn how long a piece of some kind took."""
+        self._pieces.setdefault(kind, _Recent(64, 0.95)).add(duration_s)
 
-    def fits(self, now_s: float) -> bool:
-        """Returns whether a piece that begins now will probably end before the stage has a task."""
+    def fits(self, now_s: float, kind: Hashable = None) -> bool:
+        """Returns whether a piece of this kind that begins now will probably end before the stage has a task."""
         gap = self._gaps.get(self._place)
         if self._since_s is None or gap is None:
             return False
         least, *others = sorted(gap)
         expected_s = 0.1 * least + 0.9 * others[0] if len(gap) == gap.maxlen else least
-        return expected_s - (now_s - self._since_s) >= self._pieces.quantile() - _ROUNDING_S
+        piece_s = self._pieces[kind].quantile() if kind in self._pieces else 0.0
+        return expected_s - (now_s - self._since_s) >= piece_s - _ROUNDING_S
 
 
 class _Recent:

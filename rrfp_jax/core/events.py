@@ -11,6 +11,9 @@ from typing import NamedTuple
 from rrfp_jax.core.replicas import StepOwners
 from rrfp_jax.schedules import NO_MICROBATCH, Absences, Pair, Task
 
+BESIDE = 1 << 40
+"""The numbers of evaluations in idle time begin here: they have a sequence of their own beside that of all steps."""
+
 
 class MessageKind(StrEnum):
     """The content of a message between two stages."""

@@ -374,6 +374,19 @@ def forecast_evaluation(order: Order, sizes: Mapping[int, ChunkBytes]) -> list[S
     ]
 
 
+def with_evaluation(training: Sequence[StageForecast], evaluation: Sequence[StageForecast]) -> list[StageForecast]:
+    """Returns the predicted peaks of stages that evaluate in idle time: their programs run one at a time, and
+    everything else lies beside what training holds."""
+    return [
+        replace(
+            trained,
+            fixed=trained.fixed + evaluated.peak - evaluated.temporaries,
+            temporaries=max(trained.temporaries, evaluated.temporaries),
+        )
+        for trained, evaluated in zip(training, evaluation, strict=True)
+    ]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

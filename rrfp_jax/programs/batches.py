@@ -51,6 +51,8 @@ class StepBatch(NamedTuple):
     than the caller's; empty: their places."""
     left_out: frozenset[tuple[int, int]] = frozenset()
     """The pairs of a chunk, numbered in one replica, and a microbatch's place whose weight gradient adds nothing."""
+    params: Mapping[int, Any] | None = None
+    """By chunk, the parameters that an evaluation in idle time reads; None: those of the stages."""
 
     def number(self, place: int) -> int:
         """Returns the own number of the microbatch in a place."""

@@ -4,14 +4,17 @@ All methods run in the serial executor (:mod:`rrfp_jax.runtime.serial_executor`)
 none may block. Tasks run on the stage's threads; their completions come back as events.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.core import (
+    BESIDE,
     Announce,
     ClockTick,
     DecideNow,
@@ -25,11 +28,13 @@ from rrfp_jax.core import (
     RunTask,
     Send,
     StageArbiter,
+    StageSetup,
     StepPlan,
     StepStarted,
     TaskFinished,
     WakeAt,
 )
+from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.event_log import EventLog, StageRecorder
 from rrfp_jax.runtime.stage_threads import (
@@ -41,9 +46,34 @@ from rrfp_jax.runtime.stage_threads import (
     StageThreads,
 )
 from rrfp_jax.schedules import COMPUTE, PipelineGraph, Task, lanes_beside
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime.driver import PipelineRuntime
+
+
+class Beside:
+    """Evaluations in the idle time of one stage. An arbiter of their own chooses the forwards, one at a time.
+
+    Each chosen forward waits until the stage idles, and will do so for as long as the forward probably takes. It then
+    runs on the stage's own thread: were it launched from another one, the collectives of both could meet in another
+    order on each device. A task that becomes ready meanwhile runs after it.
+    """
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.arbiter = StageArbiter(replace(setup.evaluating(), certain_ahead=False))
+        self.coming: deque[tuple[int, StepPlan]] = deque()
+        """Evaluations whose batches are here and that have not started."""
+        self.chosen: RunTask | None = None
+        """The forward that waits for idle time."""
+        self.running: RunTask | None = None
+        self.hurries = False
+        """Whether somebody waits for the results, so that forwards run whenever the stage idles."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an evaluation has not ended."""
+        return self.arbiter.is_active or bool(self.coming)
 
 
 class StageActor:
@@ -54,7 +84,8 @@ class StageActor:
         engines: a thread for each lane beside compute that the stage's operations use.
         hands_ahead: by number, the stages of this process that can promise each other their outputs.
         log_steps: number of steps of the event log that are kept.
-        pieces: makes the thread for pieces of other work, from the call that follows each of them; None: there is none.
+        pieces: makes the thread for pieces of other work, from the stage's timer and the call that follows each of
+            them; None: there is none.
     """
 
     def __init__(
@@ -67,7 +98,7 @@ class StageActor:
         engines: Mapping[str, ComputeThread] = MappingProxyType({}),
         hands_ahead: Mapping[int, StageExecutor] = MappingProxyType({}),
         log_steps: int,
-        pieces: Callable[[Callable[[float], None]], PieceThread] | None = None,
+        pieces: Callable[[GapTimer, Callable[[float], None]], PieceThread] | None = None,
     ) -> None:
         self.arbiter, self.executor, self.stage = arbiter, executor, arbiter.stage
         self.threads: list[StageThreads] = [threads, *engines.values()]
@@ -75,14 +106,18 @@ class StageActor:
         self.last_event_s = time.perf_counter()
         self._runtime, self._threads, self._hands_ahead = runtime, threads, hands_ahead
         self._send, self._submit = runtime.transport.send, threads.submit
-        self._beside = {kind: (lane, engines[lane].submit) for kind, lane in lanes_beside(arbiter.graph).items()}
+        self._lanes_beside = {kind: (lane, engines[lane].submit) for kind, lane in lanes_beside(arbiter.graph).items()}
         """Lanes beside compute, by the kind of their tasks."""
         self._awaited: dict[Task, AwaitedInputs] = {}
         """Inputs of tasks that were handed over before all of them were delivered."""
         self._wake: WakeAt | None = None
         """End of the present hold; the start of a task has ended it."""
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
-        self.pieces = None if pieces is None else pieces(self._note_idle)
+        self._gaps = None if pieces is None else GapTimer()
+        """Knows how long the stage idles; None where nothing is to run meanwhile."""
+        self.pieces = None if pieces is None or self._gaps is None else pieces(self._gaps, self.note_idle)
+        self._beside: Beside | None = None
+        self._making_beside = threading.Lock()
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
 
@@ -108,6 +143,9 @@ class StageActor:
 
     def receive(self, step: int, message: Message, payload: Any) -> None:
         self.executor.accept(step, message, payload)
+        if step >= BESIDE:
+            self._handle_beside(InputArrived(step, time.perf_counter(), message))
+            return
         self._handle(InputArrived(step, time.perf_counter(), message))
         for task in [task for task in self._awaited if not self.arbiter.awaits_input(task)]:
             self._awaited.pop(task).came.set()
@@ -120,7 +158,10 @@ class StageActor:
         if isinstance(instruction, RunPair):
             self._pair_completed(instruction, start_s, end_s)
             return
-        beside = self._beside.get(instruction.task.kind)
+        if instruction.step >= BESIDE:
+            self._ended_beside(instruction, start_s, end_s)
+            return
+        beside = self._lanes_beside.get(instruction.task.kind)
         self._recorder.ran(instruction, start_s, end_s, COMPUTE if beside is None else beside[0])
         self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
 
@@ -136,6 +177,8 @@ class StageActor:
     def decide(self, instruction: RunInstruction, due_s: float) -> None:
         """Has the successor of a task or pair chosen that is about to end; the decision was due at ``due_s``."""
         assert isinstance(self._threads, LaunchAndWait)
+        if instruction.step >= BESIDE:  # No task is chosen for its end.
+            return
         self._threads.answers_due_s = due_s
         try:
             last = instruction.task.second if isinstance(instruction, RunPair) else instruction.task
@@ -148,8 +191,6 @@ class StageActor:
         for inputs in [*self._awaited.values()]:
             inputs.give_up()
 
-    # -- instructions ------------------------------------------------------------------------------------------------
-
     def _handle(self, event: Event) -> None:
         instructions: list[Instruction] = []
         try:
@@ -159,18 +200,90 @@ class StageActor:
         self.last_event_s = event.time_s
         if instructions:
             self._carry_out(instructions, event.time_s)
-        self._note_idle(event.time_s)
+        self.note_idle(event.time_s)
         if instructions and isinstance(instructions[-1], FinishStep):
             self._start_coming()
 
-    def _note_idle(self, time_s: float) -> None:
-        """Records why the stage idles, and has a piece of other work run meanwhile, if there is one."""
-        arbiter = self.arbiter
-        reason = arbiter.idle_reason()
-        if self.pieces is not None:
-            place = -1 - arbiter.num_started if arbiter.evaluates else arbiter.num_started
-            reason = self.pieces.look(time_s, place, reason, is_active=arbiter.is_active)
+    # -- idle time ---------------------------------------------------------------------------------------------------
+
+    def note_idle(self, time_s: float) -> None:
+        """Records why the stage idles, and has other work run meanwhile, if there is some."""
+        reason = self.arbiter.idle_reason()
+        if self._gaps is not None and self._fills(self._gaps, time_s, reason):
+            reason = IdleReason.PIECE
         self._recorder.observe(time_s, reason)
+
+    def _fills(self, gaps: GapTimer, time_s: float, reason: IdleReason | None) -> bool:
+        """Begins other work if the stage idles for a reason, and some fits in; returns whether some runs."""
+        arbiter, beside = self.arbiter, self._beside
+        if reason is None:
+            gaps.goes_on(time_s)
+        else:
+            gaps.idles(-1 - arbiter.num_started if arbiter.evaluates else arbiter.num_started, time_s)
+        if beside is not None and beside.running is not None:
+            return True
+        if reason is None:
+            return False
+        if self.pieces is not None and self.pieces.look(time_s, is_active=arbiter.is_active):
+            return True
+        # A task that waits for its input may have been handed over, and the forward would come after it.
+        if beside is None or beside.chosen is None or arbiter.running():
+            return False
+        if beside.hurries or (arbiter.is_active and gaps.fits(time_s, beside.chosen.task.chunk)):
+            beside.running, beside.chosen = beside.chosen, None
+            self._submit(beside.running)
+            return True
+        return False
+
+    @property
+    def beside(self) -> Beside:
+        """Evaluations in idle time, made when first asked for; on any thread."""
+        with self._making_beside:
+            if self._beside is None:
+                self._gaps = self._gaps or GapTimer()
+                self._beside = Beside(self.arbiter.setup)
+            return self._beside
+
+    def start_beside(self, step: int, batch: StepBatch, graph: PipelineGraph, plan: StepPlan) -> None:
+        """Takes the batch of an evaluation in idle time, which starts once the one before it has ended."""
+        self.executor.begin(step, batch, graph)
+        self.beside.coming.append((step, plan))
+        self._start_beside()
+
+    def _start_beside(self) -> None:
+        beside = self.beside
+        if beside.coming and not beside.arbiter.is_active:
+            step, plan = beside.coming.popleft()
+            beside.arbiter.prepare(plan)
+            self._handle_beside(StepStarted(step, time.perf_counter(), plan.absent))
+
+    def _ended_beside(self, instruction: RunTask, start_s: float, end_s: float) -> None:
+        beside, gaps = self.beside, self._gaps
+        assert gaps is not None
+        beside.running = None
+        gaps.piece_ended(end_s - start_s, instruction.task.chunk)
+        self._handle_beside(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
+
+    def _handle_beside(self, event: Event) -> None:
+        beside, ended = self.beside, None
+        for instruction in beside.arbiter.handle(event):
+            if isinstance(instruction, RunTask):
+                beside.chosen = instruction
+            elif isinstance(instruction, Send):
+                step, message, stage = instruction
+                self._send(stage, step, message, self.executor.payload(step, message))
+            else:
+                assert isinstance(instruction, FinishStep)
+                ended = instruction.step
+        self.last_event_s = event.time_s
+        if ended is not None:
+            outcome, timeline = self.executor.finish(ended), Timeline(beside.arbiter.placement.num_stages)
+            beside.hurries &= bool(beside.coming)
+            self._runtime.steps.stage_ended(self.stage, ended, outcome, timeline, looks_ahead=False)
+            self._start_beside()
+        self.note_idle(event.time_s)
+
+    # -- instructions ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, instructions: list[Instruction], time_s: float) -> None:
         outgoing, announced, ended = [], [], []
@@ -208,7 +321,7 @@ class StageActor:
     def _hand_over(self, instruction: RunTask) -> None:
         """Hands a task to the thread of its lane, perhaps ahead of inputs that other stages here are about to
         launch."""
-        beside = self._beside.get(instruction.task.kind)
+        beside = self._lanes_beside.get(instruction.task.kind)
         if beside is not None:
             beside[1](instruction)
             return

@@ -21,7 +21,17 @@ from typing import Any
 
 from rrfp_jax.cluster.failure_detector import WaitKind
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
-from rrfp_jax.core import Event, InputPromised, Message, RunInstruction, StageArbiter, TaskAnnounced, timing_rule
+from rrfp_jax.core import (
+    BESIDE,
+    Event,
+    InputPromised,
+    Message,
+    RunInstruction,
+    StageArbiter,
+    TaskAnnounced,
+    timing_rule,
+)
+from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.core.groups import GroupMember
 from rrfp_jax.core.replicas import StepOwners, moved_pairs
 from rrfp_jax.layout import name_unit
@@ -175,8 +185,8 @@ class PipelineRuntime:
             pieces=None if self._options.pieces is None else partial(self._piece_thread, stage, self._options.pieces),
         )
 
-    def _piece_thread(self, stage: int, pieces: Pieces, ended: Callable[[float], None]) -> PieceThread:
-        return PieceThread(f"rrfp-pieces-{stage}", pieces(stage), self._serial.submit, ended)
+    def _piece_thread(self, stage: int, pieces: Pieces, gaps: GapTimer, ended: Callable[[float], None]) -> PieceThread:
+        return PieceThread(f"rrfp-pieces-{stage}", pieces(stage), gaps, self._serial.submit, ended)
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
@@ -193,8 +203,9 @@ class PipelineRuntime:
     ) -> "Future[StepOutcome]":
         """Enqueues a step and returns a future that resolves when every awaited stage has ended it.
 
-        Steps count up without gaps, steps that evaluate (:mod:`rrfp_jax.core.stage_setup`) like any others. The plans
-        of a step that lacks some pairs are made here, on the calling thread.
+        Steps count up without gaps, steps that evaluate (:mod:`rrfp_jax.core.stage_setup`) like any others; and so do
+        evaluations in idle time, from :data:`rrfp_jax.core.BESIDE` on. The plans of a step that lacks some pairs are
+        made here, on the calling thread.
 
         Args:
             absent: pairs of chunk and microbatch that the step lacks, whoever owns them.
@@ -206,19 +217,21 @@ class PipelineRuntime:
         Raises PipelineClosed after ``close``, and ValueError for pairs that cannot be absent, or owners that these
         stages cannot have.
         """
-        actors = [*self._actors.values()]
-        graph = actors[0].arbiter.graph_of(evaluates=evaluates, owners=owners)
+        actors, is_beside = [*self._actors.values()], step >= BESIDE
+        arbiters = [actor.beside.arbiter if is_beside else actor.arbiter for actor in actors]
+        is_another = evaluates and not is_beside  # In idle time an arbiter runs nothing but evaluations.
+        graph = arbiters[0].graph_of(evaluates=is_another, owners=owners)
         absent = absent if owners is None else moved_pairs(absent, graph)
         graph = graph.skipping(absent)
         plans = [
-            actor.arbiter.plan_without(absent, weights.get(actor.stage, ()), evaluates=evaluates, owners=owners)
-            for actor in actors
+            arbiter.plan_without(absent, weights.get(arbiter.stage, ()), evaluates=is_another, owners=owners)
+            for arbiter in arbiters
         ]
         future: Future[StepOutcome] = Future()
 
         def start() -> None:
             for actor, plan in zip(actors, plans, strict=True):
-                actor.start_step(step, batch, graph, plan)
+                (actor.start_beside if is_beside else actor.start_step)(step, batch, graph, plan)
 
         self.steps.call(step, trained, "evaluation" if evaluates else "verification" if batch.verifies else "")
         with self._closing:
@@ -226,6 +239,16 @@ class PipelineRuntime:
                 raise PipelineClosed() from self.failure.error
             self._loop.call_soon_threadsafe(self._begin, step, start, future)
         return future
+
+    def hurry(self) -> None:
+        """Has evaluations in idle time run whenever a stage idles, since somebody waits for them."""
+        self._loop.call_soon_threadsafe(self._serial.submit, self._hurry)
+
+    def _hurry(self) -> None:
+        self.steps.hurry()
+        for actor in self._actors.values():
+            actor.beside.hurries = actor.beside.is_due
+            actor.note_idle(time.perf_counter())
 
     def name_tasks(self, is_on: bool) -> None:
         """Names every task in traces of :mod:`jax.profiler`, or no more; no step may be under way."""

@@ -4,16 +4,26 @@ An evaluation step takes a fixed number of microbatches, those of one or several
 drains once for all of them. Where it is given fewer, the rest are absent. Every replica gets an equal share.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
+
+from rrfp_jax.core import BESIDE
 from rrfp_jax.core.replicas import Replication, microbatches_per_replica
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.batches import BatchLeaf, Buckets, StepBatch, num_microbatches
 from rrfp_jax.runtime.steps import StepMetrics, StepOutcome
 from rrfp_jax.schedules import Absences
 from rrfp_jax.schedules.timeline import StepSums, Timeline
+from rrfp_jax.waiting import result_of
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.driver import PipelineRuntime
+    from rrfp_jax.runtime.process import Process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +35,9 @@ class EvaluationShapes:
     batches: int = 1
     """Most batches, of as many microbatches as a training step has, that one step can evaluate. More of them share the
     time in which the pipeline fills and drains."""
+    in_idle_time: bool = False
+    """Whether evaluations run beside training, where stages would idle (:class:`IdleEvaluations`), and not between
+    steps."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -43,6 +56,8 @@ class PreparedEvaluation:
     """By bucket, the chunks of a replica that its microbatches skip."""
     copies: Replication
     """Tells how chunks and microbatches of an evaluation step belong to replicas."""
+    beside: "IdleEvaluations | None"
+    """Runs them in idle time; None: they run between steps that train."""
 
     @property
     def num_microbatches(self) -> int:
@@ -94,6 +109,69 @@ def placed(
         for chunk in (skipped[numbers[places[p]]] if p in places else range(copies.num_chunks))
     ]
     return StepBatch(arranged, [numbers[places[p]] if p in places else 0 for p in every]), copies.pairs(absent)
+
+
+class _Copy(dict[int, Any]):
+    """Copies of the parameters of hosted chunks, by chunk, which are freed with the last evaluation that reads them."""
+
+
+class IdleEvaluations:
+    """Evaluations beside training, whose forwards run where stages would idle (:class:`rrfp_jax.runtime.actor.Beside`).
+
+    They read a copy of the parameters, since training goes on meanwhile: one copy at a time, so that an evaluation of a
+    later state first waits for all of an earlier one. Every stage has an arbiter of its own for them, whose messages
+    have numbers of their own, so that neither kind of steps waits for the other.
+    """
+
+    def __init__(self) -> None:
+        self._turn = BESIDE
+        """The number of the next evaluation."""
+        self._trained = 0
+        """How many steps had been trained when the copy was made."""
+        self._copied: Callable[[], _Copy | None] = lambda: None
+        """Returns the copy while an evaluation reads it."""
+        self._futures: list[Future[StepOutcome]] = []
+
+    def submit(
+        self,
+        runtime: "PipelineRuntime",
+        batch: StepBatch,
+        absent: Absences,
+        params: Callable[[], Mapping[int, Any]],
+    ) -> "Future[StepOutcome]":
+        """Enqueues an evaluation after ``batch.step`` training steps; ``params`` returns the parameters, at rest."""
+        assert batch.step is not None
+        copied = self._copied() if batch.step == self._trained else None
+        if copied is None:
+            for future in self._futures:
+                if not future.done():
+                    runtime.hurry()
+                result_of(future)
+            copied = _Copy(
+                {
+                    number: jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding, may_alias=False), own)
+                    for number, own in params().items()
+                }
+            )
+            # Training takes the parameters over with its next update.
+            jax.block_until_ready([*copied.values()])
+            self._trained, self._copied = batch.step, weakref.ref(copied)
+        self._futures = [future for future in self._futures if not future.done()]
+        future = runtime.submit(self._turn, batch._replace(params=copied), absent, evaluates=True, trained=batch.step)
+        self._turn += 1
+        self._futures.append(future)
+        return future
+
+
+def check_beside(process: "Process", *, delay: bool) -> None:
+    """Raises ValueError where evaluations cannot run in idle time."""
+    layout, remedy = process.layout, "leave in_idle_time out, or "
+    if delay:
+        raise ValueError(f"stages on which steps overlap hardly idle: {remedy}the delay")
+    if any(len(layout.ranks_of(unit)) > 1 for unit in range(layout.num_units)):
+        raise ValueError(f"a stage of several processes has no idle time of its own: {remedy}give stages one each")
+    if process.recovers or layout.absent:
+        raise ValueError(f"a run that goes on without lost ranks evaluates between steps: {remedy}give one replica")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core import BESIDE, Message, MessageKind
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.programs.shapes import num_bytes as bytes_on_device
 from rrfp_jax.schedules import PipelineGraph, Placement
@@ -46,7 +46,8 @@ class Mailbox:
         self._ahead: set[tuple[int, Message]] = set()
         """Messages that were fetched and have not been delivered."""
         self._incoming = threading.Lock()
-        self._last_finished = -1
+        self._last_finished = [-1, -1]
+        """The last step that has ended, and the last evaluation in idle time."""
         # Bytes that came and went. Each counter has one thread that writes it, or a lock, so none is ever lost.
         self._accepted_bytes = self._posted_bytes = self._taken_bytes = 0
 
@@ -61,7 +62,7 @@ class Mailbox:
     def accept(self, step: int, message: Message, payload: Any) -> None:
         """Takes a value from another stage, whose step need not have begun here; a second or late delivery is
         dropped."""
-        if step <= self._last_finished:
+        if step <= self._last_finished[step >= BESIDE]:
             return
         with self._incoming:
             if (step, message) in self._ahead:
@@ -122,7 +123,7 @@ class Mailbox:
         return self._outbox.pop((step, message))
 
     def finish(self, step: int) -> None:
-        self._last_finished = step
+        self._last_finished[step >= BESIDE] = step
         self._ahead = {key for key in self._ahead if key[0] != step}
         left = self._inbox.pop(step, {})
         self._accepted_bytes -= sum(num_bytes for _, num_bytes in left.values())

@@ -11,7 +11,7 @@
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -37,6 +37,7 @@ from rrfp_jax.costs.forecast import (
     forecast_evaluation,
     forecast_memory,
     window_of_bytes,
+    with_evaluation,
 )
 from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.batches import Buckets
@@ -46,13 +47,13 @@ from rrfp_jax.programs.microbatch_programs import PAIRED_PROGRAMS, WHOLE_BACKWAR
 from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.runtime.consistency import check_same_state, check_same_work, planned_work, shared_work
 from rrfp_jax.runtime.driver import PipelineRuntime
-from rrfp_jax.runtime.evaluation import EvaluationShapes, PreparedEvaluation
+from rrfp_jax.runtime.evaluation import EvaluationShapes, IdleEvaluations, PreparedEvaluation
 from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.recovery import RecoveringRuntime
 from rrfp_jax.runtime.stage import ProgramStage
-from rrfp_jax.runtime.stage_memory import PROGRAM_OF_KIND, MemoryMeter, MicrobatchWeights, chunk_bytes
+from rrfp_jax.runtime.stage_memory import PROGRAM_OF_KIND, MemoryMeter, MicrobatchWeights, bytes_beside, chunk_bytes
 from rrfp_jax.runtime.stage_reduction import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import PipelineGraph, TaskKind
@@ -132,13 +133,13 @@ def prepare_pipeline(
         )
         if dispatch.pairs and (note := _note_on_pairs(model)) is not None:
             _LOG.warning("%s", note)
-        sizes, of_evaluation, devices = _gather_sizes(model, programs, buckets, evaluated)
+        sizes, of_evaluation, devices = _gather_sizes(model, programs, buckets, evaluated, _counted(evaluation))
         order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
         limit = options.memory_limit_bytes
         limits = [devices.get(unit) if limit is None else limit for unit in range(process.layout.num_units)]
+        forecast, evaluating = _with_evaluation(order, forecast, of_evaluation, evaluation)
         check_stages_fit(forecast, limits, is_strict=ordering.consume == STRICT)
-        if evaluation is not None:
-            check_evaluation_fits(forecast_evaluation(order.evaluating(evaluation.batches), of_evaluation), limits)
+        check_evaluation_fits(evaluating, limits[: len(evaluating)])
         check_same_work(process, shared_work(model, programs), "programs")
         # The arrays that the programs take beside their arguments are made before the first step.
         for variant in (variant for chunk in programs.chunks.values() for variant in chunk.variants):
@@ -207,6 +208,7 @@ def prepare_pipeline(
             buckets=evaluated,
             first_bucket=len(buckets),
             skipped=tuple(skipped[len(buckets) :]),
+            beside=IdleEvaluations() if evaluation.in_idle_time else None,
             copies=replication(graph.evaluating(evaluation.batches), num_replicas),
         )
     return Prepared(
@@ -276,19 +278,19 @@ def compile_only(
     )
     copies = replication(graph, num_replicas)
 
-    def of_all_replicas(sizes: Mapping[int, ChunkSizes]) -> dict[int, ChunkBytes]:
+    def of_all_replicas(
+        sizes: Mapping[int, ChunkSizes], count: Callable[[ChunkSizes], ChunkBytes] = chunk_bytes
+    ) -> dict[int, ChunkBytes]:
         return {
-            copies.chunk(copies.base(number), replica): chunk_bytes(each)
+            copies.chunk(copies.base(number), replica): count(each)
             for number, each in sizes.items()
             for replica in range(num_replicas)
         }
 
     sizes = of_all_replicas({number: each.sizes for number, each in programs.chunks.items()})
     order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
-    of_evaluation: list[StageForecast] = []
-    if evaluation is not None:
-        evaluated_sizes = of_all_replicas(programs.sizes_of_evaluation)
-        of_evaluation = forecast_evaluation(order.evaluating(evaluation.batches), evaluated_sizes)
+    evaluated_sizes = {} if evaluation is None else of_all_replicas(programs.sizes_of_evaluation, _counted(evaluation))
+    forecast, of_evaluation = _with_evaluation(order, forecast, evaluated_sizes, evaluation)
     limit = options.memory_limit_bytes
     return CompiledOnly(
         programs=programs,
@@ -352,7 +354,11 @@ def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, 
 
 
 def _gather_sizes(
-    model: HostedModel, programs: HostedPrograms, buckets: Buckets, evaluated: Buckets | None
+    model: HostedModel,
+    programs: HostedPrograms,
+    buckets: Buckets,
+    evaluated: Buckets | None,
+    count: Callable[[ChunkSizes], ChunkBytes],
 ) -> tuple[dict[int, ChunkBytes], dict[int, ChunkBytes], dict[int, int | None]]:
     """Returns the sizes of every chunk of all replicas, in training and in evaluations, and the memory of every unit.
 
@@ -365,8 +371,11 @@ def _gather_sizes(
     limits = [limit and limit // devices.count(d) for d in devices for limit in [memory_bytes_of(d)]]
     trained = {chunk: each.sizes for chunk, each in programs.chunks.items()}
     of_chunks = [
-        [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in each.items()]
-        for each in (trained, programs.sizes_of_evaluation if evaluated is not None else {})
+        [[chunk, *astuple(counted(sizes))] for chunk, sizes in each.items()]
+        for counted, each in (
+            (chunk_bytes, trained),
+            (count, {} if evaluated is None else programs.sizes_of_evaluation),
+        )
     ]
     numbered = crc32(repr((buckets.key, evaluated and evaluated.key)).encode())
     gathered = process.gather("sizes", [numbered, *of_chunks, [*zip(process.units, limits, strict=True)]])
@@ -430,6 +439,25 @@ def _forecast_order(
     run = replace(order, graph=with_owners(order.graph, order.placement, owners))
     forecasts = {times: forecast_memory(run, sizes, times * graph.num_microbatches) for times in {*shares}}
     return order, [forecasts[times][unit] for unit, times in enumerate(shares)]
+
+
+def _counted(evaluation: EvaluationShapes | None) -> Callable[[ChunkSizes], ChunkBytes]:
+    """Returns the function that counts a chunk's bytes in evaluations."""
+    return bytes_beside if evaluation is not None and evaluation.in_idle_time else chunk_bytes
+
+
+def _with_evaluation(
+    order: Order,
+    forecast: Sequence[StageForecast],
+    sizes: Mapping[int, ChunkBytes],
+    evaluation: EvaluationShapes | None,
+) -> tuple[list[StageForecast], list[StageForecast]]:
+    """Returns the predicted memory of every unit in training, with evaluations that run beside it, and in evaluations
+    that run between steps; nothing for these where there are none."""
+    if evaluation is None:
+        return [*forecast], []
+    evaluating = forecast_evaluation(order.evaluating(evaluation.batches), sizes)
+    return (with_evaluation(forecast, evaluating), []) if evaluation.in_idle_time else ([*forecast], evaluating)
 
 
 def _owners_of(model: HostedModel, share: int) -> StepOwners | None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rrfp_jax.core import Message, MessageKind, StepRules
+from rrfp_jax.core import BESIDE, Message, MessageKind, StepRules
 from rrfp_jax.core.plan import report_tree
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.agreement import NormHistory, StageReport, Verdict, agree, merged
@@ -81,6 +81,8 @@ class _Step:
     verdict: Verdict | None = None
     updated: set[int] = field(default_factory=set)
     """Chunks whose U was launched."""
+    derived: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    """By chunk, the values derived from the parameters that an evaluation in idle time brings with it."""
 
 
 @dataclass
@@ -249,6 +251,8 @@ class ProgramStage:
         """By chunk, a dictionary in which operations keep values from task to task."""
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
+        self._num_beside = 0
+        """How many evaluations in idle time are under way."""
         self._num_trained = 0
         """How many steps that train have begun."""
         self._versions: dict[int, _Version] = {}
@@ -268,9 +272,11 @@ class ProgramStage:
             self._num_trained += 1
         self._steps[step] = state
         self._mailbox.begin(step)
+        if step >= BESIDE:
+            self._count_copies(1)
         if self._exchange is not None:
             self._exchange.begin(step, graph, step if batch.step is None else batch.step)
-        if self._leaves_ahead is None:
+        if self._leaves_ahead is None or step >= BESIDE:  # Leaves of training go ahead, and need the room.
             return
         for chunk, compiled in self._programs.items():
             coming = []
@@ -304,6 +310,12 @@ class ProgramStage:
 
     def finish(self, step: int) -> StageOutcome:
         """Frees all that the stage held of a step; returns the step's verdict and the stage's peak memory."""
+        if step >= BESIDE:
+            outcome = StageOutcome(self._verdict(step))
+            del self._steps[step]
+            self._count_copies(-1)
+            self._mailbox.finish(step)
+            return outcome
         if self._exchange is not None and self.shares_updates:
             self._exchange.take_shares(step, self._steps[step].graph)
         peak = self._meter.reset()
@@ -316,6 +328,13 @@ class ProgramStage:
             self._leaves_ahead.forget(step)
         self._mailbox.finish(step)
         return outcome
+
+    def _count_copies(self, change: int) -> None:
+        """Counts the parameters that evaluations in idle time bring, which all of them under way share."""
+        before, self._num_beside = self._num_beside, self._num_beside + change
+        if not before or not self._num_beside:
+            sizes = [each.sizes for each in self._programs.values()]
+            self._meter.keep(change * sum(each.params_bytes + each.derived_bytes for each in sizes))
 
     def _result_sums(self, step: int) -> list[ResultSum]:
         found, numbers = list[ResultSum](), dict[int, int]()
@@ -339,6 +358,8 @@ class ProgramStage:
         With a delay the step of ordinal n reads what the update of ordinal n - 2 left: the newest parameters until the
         update of the step before is launched, and from then on the older ones.
         """
+        if step >= BESIDE:
+            return self._brought(step, chunk)
         held = self.states[chunk]
         if not self._versions:
             return held.params, held.derived
@@ -346,6 +367,15 @@ class ProgramStage:
         if version is None or ordinal is None or version.num_updates < ordinal:
             return held.params, held.derived
         return version.older, version.derived
+
+    def _brought(self, step: int, chunk: int) -> tuple[Any, Any]:
+        """Returns the parameters that an evaluation in idle time brings with it, and the values derived from them."""
+        state, holder = self._steps[step], self._graph.holder(chunk)
+        assert state.batch.params is not None
+        params = state.batch.params[holder]
+        if holder not in state.derived:
+            state.derived[holder] = self._programs[holder].prepare(params)
+        return params, state.derived[holder]
 
     def _sums(self, step: int, chunk: int) -> Any:
         """Returns the accumulators to which the tasks of a step add a chunk's gradients."""
@@ -389,8 +419,9 @@ class ProgramStage:
         on all others."""
         state = self._steps[step]
         if state.verdict is None and state.above is None:
-            rules = self._update_rules
-            stop, save = self._stop_requests.decide(self._stage, step)
+            rules, stop, save = self._update_rules, False, False
+            if step < BESIDE:
+                stop, save = self._stop_requests.decide(self._stage, step)
             state.verdict = agree(
                 [self._report(step)],
                 clip_norm=rules.clip_norm,
@@ -413,7 +444,12 @@ class ProgramStage:
     def _note_norm(self, step: int) -> None:
         """Remembers the norm of a step whose verdict is known; any unit may have to judge after the first is lost."""
         state, rules = self._steps[step], self._update_rules
-        if rules.spike_deviations is not None and state.verdict is not None and not state.batch.verifies:
+        if (
+            rules.spike_deviations is not None
+            and step < BESIDE
+            and state.verdict is not None
+            and not state.batch.verifies
+        ):
             self._norms.add(step, state.verdict.grad_norm, rules.spike_window)
 
     # -- while the pipeline is frozen (:mod:`rrfp_jax.runtime.recovery`) -----------------------------------------------

@@ -8,6 +8,7 @@ counted in this way on all backends.
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +87,13 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         stays=sizes.kept_others_bytes,
         on_host=sizes.optimizer_host_bytes,
     )
+
+
+def bytes_beside(sizes: ChunkSizes) -> ChunkBytes:
+    """Returns the sizes of a chunk in evaluations in idle time: what lasts is a copy of the parameters, and of the
+    values derived from them."""
+    copied = sizes.params_bytes + sizes.derived_bytes
+    return replace(chunk_bytes(sizes), fixed=copied, step_temporaries=0)
 
 
 class MicrobatchWeights:
@@ -196,6 +204,12 @@ class MemoryMeter:
             before, self._temporaries = self._held, temporaries
             self._held += taken
             self._peak = max(self._peak, max(before, self._held) + temporaries + inbox_bytes)
+
+    def keep(self, num_bytes: int) -> None:
+        """Counts bytes that the stage keeps from now on, or, where they are less than 0, frees."""
+        with self._lock:
+            self._held += num_bytes
+            self._peak = max(self._peak, self._held + self._temporaries)
 
     def begins(self, before: _StageBytes, after: _StageBytes, inbox_bytes: int) -> None:
         """Counts an operation that turns bytes of a microbatch into others: both are there until it has ended."""

@@ -45,7 +45,6 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.failure import error_text
 from rrfp_jax.runtime.sleeping import reduce_timer_slack, sleep_exactly
 from rrfp_jax.schedules import Pair, PipelineGraph, Task
-from rrfp_jax.schedules.timeline import IdleReason
 
 _LOG = logging.getLogger(__name__)
 
@@ -235,6 +234,7 @@ class PieceThread:
 
     Args:
         pieces: the calls, one after the other; a piece ends when the arrays that it returns are ready.
+        gaps: the stage's timer, told of its idle time by others.
         call: makes a call in the serial executor, in which ``look`` is called too.
         ended: called there after each piece, with the present time.
     """
@@ -243,11 +243,11 @@ class PieceThread:
         self,
         name: str,
         pieces: Iterable[Callable[[], Any]],
+        gaps: GapTimer,
         call: Callable[..., None],
         ended: Callable[[float], None],
     ) -> None:
-        self.name, self._pieces, self._call, self._report = name, iter(pieces), call, ended
-        self._gaps = GapTimer()
+        self.name, self._pieces, self._gaps, self._call, self._report = name, iter(pieces), gaps, call, ended
         self._begun_s: float | None = None
         """The start of the piece that runs; None while none does."""
         self._is_over = self._has_compiled = False
@@ -255,21 +255,14 @@ class PieceThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def look(self, time_s: float, place: int, reason: IdleReason | None, *, is_active: bool) -> IdleReason | None:
-        """Begins a piece if the stage idles for a ``reason`` and one fits in; returns why the stage idles then.
-
-        ``place``: see :class:`GapTimer`. ``is_active``: whether a step is under way.
-        """
-        if reason is None:
-            self._gaps.goes_on(time_s)
-            return None
-        self._gaps.idles(place, time_s)
+    def look(self, time_s: float, *, is_active: bool) -> bool:
+        """Begins a piece, while the stage idles, if a step is under way and one fits in; returns whether one runs."""
         if self._begun_s is not None and time_s - self._begun_s > LONGEST_PIECE_S:
             self._give_up(f"a piece has taken more than {LONGEST_PIECE_S:g} s")
         if self._begun_s is None and not self._is_over and is_active and self._gaps.fits(time_s):
             self._begun_s = time_s
             self._begin.put(True)
-        return reason if self._begun_s is None else IdleReason.PIECE
+        return self._begun_s is not None
 
     def close(self, timeout_s: float) -> bool:
         """Ends the thread once its piece has ended; blocks at most so long, and returns whether it has ended."""

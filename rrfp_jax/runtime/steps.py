@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax  # noqa: F401 - Registers its clean-up at exit, which runs after the one registered below.
 
+from rrfp_jax.core import BESIDE
 from rrfp_jax.runtime.control_plane import Peers
 from rrfp_jax.runtime.stage_threads import StageOutcome
 from rrfp_jax.runtime.tree_collectives import StepStatistics
@@ -113,9 +114,17 @@ class StepsUnderWay:
         """For the last steps, the number of the training step that they are, or that an evaluation comes after."""
         self._kinds: dict[int, str] = {}
         """For the last steps, the word for those that train nothing, else an empty text."""
+        self._hurries = False
 
     def __len__(self) -> int:
-        return len(self._pending)
+        """The number of steps for which somebody waits: evaluations in idle time may take as long as they like."""
+        return sum(step < BESIDE or self._hurries for step in self._pending)
+
+    def hurry(self) -> None:
+        """Counts evaluations in idle time as well, until all have ended."""
+        if not self:
+            self.begun_s = time.perf_counter()
+        self._hurries = any(step >= BESIDE for step in self._pending)
 
     def call(self, step: int, trained: int | None, kind: str = "") -> None:
         """Gives a step its number for people, who count training steps, and its kind if it is none; from any thread."""
@@ -132,7 +141,7 @@ class StepsUnderWay:
         return f"{kind} after {number} steps" if kind else f"step {number}"
 
     def begin(self, step: int, future: "Future[StepOutcome]") -> None:
-        if not self._pending:
+        if not self:
             self.begun_s = time.perf_counter()
         self._pending[step] = _Pending(future, Timeline(self._num_stages), StepSums(num_stages=self._num_stages))
 
@@ -170,6 +179,7 @@ class StepsUnderWay:
 
     def _resolve(self, step: int, statistics: StepStatistics | None) -> None:
         pending = self._pending.pop(step)
+        self._hurries &= any(each >= BESIDE for each in self._pending)
         self.num_ended += 1
         pending.future.set_result(
             StepOutcome(
@@ -233,10 +243,17 @@ class StepMetrics(Generic[_Result]):
 
     Args:
         make: makes the result of the step's outcome.
+        hurry: called before the wait for a step that would otherwise take its time.
     """
 
-    def __init__(self, future: "Future[StepOutcome]", hold: Hold, make: Callable[[StepOutcome], _Result]) -> None:
-        self._future, self._hold, self._make = future, hold, make
+    def __init__(
+        self,
+        future: "Future[StepOutcome]",
+        hold: Hold,
+        make: Callable[[StepOutcome], _Result],
+        hurry: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._future, self._hold, self._make, self._hurry = future, hold, make, hurry
 
     def done(self) -> bool:
         """Returns whether the step has ended, also by an error."""
@@ -246,6 +263,8 @@ class StepMetrics(Generic[_Result]):
     def result(self) -> _Result:
         """Blocks until the step has ended. Raises RunFailed, with the wait-for report, if the run cannot go on."""
         self._hold.check_process()
+        if not self._future.done():
+            self._hurry()
         return self._make(result_of(self._future))
 
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.cluster import MalformedMessage
-from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core import BESIDE, Message, MessageKind
 from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import Box, EdgeLeaf, EdgePlan, Slot, box_of, is_on_host, num_bytes_of, shape_of
 from rrfp_jax.schedules import NO_MICROBATCH
@@ -201,8 +201,10 @@ class Inbox:
         if len(parts) == num_parts:
             del self._waiting[key]
             self._complete.setdefault(key.step, set()).add(key)
-            for step in [step for step in self._complete if step <= key.step - _STEPS_REMEMBERED]:
-                del self._complete[step]
+            is_beside = key.step >= BESIDE
+            for step in [*self._complete]:
+                if step <= key.step - _STEPS_REMEMBERED and (step >= BESIDE) == is_beside:
+                    del self._complete[step]
             self._held.add(received=-plan.incoming_bytes)
             self._finish(plan, key, parts)
 
