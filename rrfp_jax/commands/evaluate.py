@@ -103,7 +103,7 @@ def config_of(
     config = read_train_config(str(path), {})
     resets = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
     config = load_train_config(str(path), {**resets, **overrides}, trust=trust)
-    evaluation = config.evaluation or EvaluationConfig()
+    evaluation = replace(config.evaluation or EvaluationConfig(), when="between")  # Nothing trains beside it.
     if batches is not None:
         evaluation = replace(evaluation, batches=batches)
     if sets is not None:

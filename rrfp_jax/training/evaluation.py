@@ -3,6 +3,9 @@
 Several batches go through the pipeline as one step (:mod:`rrfp_jax.runtime.evaluation`), so that it fills and drains
 once for them; the next ones are made meanwhile. Each such step asks whether the run is to stop, so a request
 to stop takes effect within an evaluation.
+
+In idle time all batches of an evaluation are enqueued at once, and its rows are taken when the next evaluation is due,
+before a later state is saved, or at the end: a run that goes on from a checkpoint lacks no row.
 """
 
 import math
@@ -16,7 +19,7 @@ from rrfp_jax.data import Batch, Dataset, Reads
 from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWERS, RIGHT_TOKENS
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.batches import Bucket, buckets_of
-from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, check_beside
 from rrfp_jax.training.batches import AgreedBatches
 from rrfp_jax.training.run_config import EvaluationConfig
 
@@ -83,6 +86,12 @@ class Evaluations:
             num_chunks=pipeline.placement.num_chunks,
             num_microbatches=num_microbatches // pipeline.layout.data,
         )
+        if config.in_idle_time:
+            check_beside(pipeline.process, delay=bool(pipeline.updates.delay))
+        self.pending: int | None = None
+        """The number of steps before the evaluation whose rows have not been taken; None: all have been."""
+        self._begun: list[tuple[str, float, list[EvaluationMetrics]]] = []
+        """The sets that are under way in idle time, with the time at which each began."""
         self._done: int | None = None
         self._best_step: int | None = None
         self._best_loss = math.inf
@@ -108,7 +117,7 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Returns whether to evaluate after ``step`` steps, unless that has been done."""
-        return step != self._done and self._config.is_due(step, self._num_steps)
+        return step not in (self._done, self.pending) and self._config.is_due(step, self._num_steps)
 
     def shapes(self) -> EvaluationShapes:
         """Returns the shapes that the pipeline is to be prepared for."""
@@ -119,7 +128,34 @@ class Evaluations:
             else:
                 batch = dataset.batch(0, {})
                 buckets += buckets_of({name: list(leaf) for name, leaf in batch.items()})
-        return EvaluationShapes(buckets=buckets, batches=self._per_step)
+        return EvaluationShapes(buckets=buckets, batches=self._per_step, in_idle_time=self.in_idle_time)
+
+    @property
+    def in_idle_time(self) -> bool:
+        """Whether evaluations begin with :meth:`begin` and end with :meth:`finish`, beside training."""
+        return self._config.in_idle_time
+
+    def begin(self, state: PipelineState) -> None:
+        """Enqueues an evaluation of all sets in idle time. Raises BrokenData as :meth:`run`."""
+        begun = []
+        for name, dataset in self._sets.items():
+            agreed, begun_s = self._agreed(dataset), time.perf_counter()
+            batches = [self._joined(agreed, numbers) for numbers in self._numbers_of_steps()]
+            begun.append((name, begun_s, [self._pipeline.evaluate(state, batch) for batch in batches]))
+        self._begun, self.pending = begun, state.step
+
+    def finish(self) -> list[EvaluationRow]:
+        """Returns the rows of the evaluation under way, which hurries; none if there is none."""
+        rows = []
+        for name, begun_s, enqueued in self._begun:
+            results = [metrics.result() for metrics in enqueued]
+            seconds = max(result.ended_s for result in results) - begun_s
+            assert self.pending is not None
+            rows.append(self._row(self.pending, name, results, seconds))
+        if self._begun:
+            self._done = self.pending
+        self._begun, self.pending = [], None
+        return rows
 
     def run(self, state: PipelineState) -> list[EvaluationRow]:
         """Evaluates all sets, with averages of the parameters where the optimizer keeps these; returns no rows if a
@@ -134,14 +170,24 @@ class Evaluations:
                 results = self._results(state, dataset)
                 if self.stop:
                     return []
-                seconds = time.perf_counter() - begun_s
-                # A data set of the user's own need not know how many bytes a token has.
-                per_token = getattr(dataset, "bytes_per_token", None)
-                rows.append(row_of(state.step - 1, name, results, bytes_per_token=per_token, seconds=seconds))
+                rows.append(self._row(state.step, name, results, time.perf_counter() - begun_s))
         self._done = state.step
         if self._config.keep_best and rows[0].loss < self._best_loss:
             self._best_step, self._best_loss = state.step, rows[0].loss
         return rows
+
+    def _row(self, steps: int, name: str, results: Sequence[EvaluationResult], seconds: float) -> EvaluationRow:
+        # A data set of the user's own need not know how many bytes a token has.
+        per_token = getattr(self._sets[name], "bytes_per_token", None)
+        return row_of(steps - 1, name, results, bytes_per_token=per_token, seconds=seconds)
+
+    def _agreed(self, dataset: Dataset) -> AgreedBatches:
+        return AgreedBatches(dataset, self._pipeline.process.gather, max_bad=self._max_bad)
+
+    def _numbers_of_steps(self) -> list[range]:
+        """Returns the numbers of the batches that each step of an evaluation runs."""
+        most, each = self._config.batches, self._per_step
+        return [range(first, min(most, first + each)) for first in range(0, most, each)]
 
     def _results(self, state: PipelineState, dataset: Dataset) -> list[EvaluationResult]:
         enqueued: deque[EvaluationMetrics] = deque()
@@ -152,9 +198,8 @@ class Evaluations:
             self.stop |= result.stop
             self.save |= result.save
 
-        agreed = AgreedBatches(dataset, self._pipeline.process.gather, max_bad=self._max_bad)
-        for first in range(0, self._config.batches, self._per_step):
-            numbers = range(first, min(self._config.batches, first + self._per_step))
+        agreed = self._agreed(dataset)
+        for numbers in self._numbers_of_steps():
             batch = self._joined(agreed, numbers)
             if self.stop:
                 break

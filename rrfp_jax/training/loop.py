@@ -489,6 +489,8 @@ class TrainingLoop:
                 self._record_all(running)
                 self._verify_and_evaluate(state)
                 if self._is_boundary(state.step, num_steps):
+                    if not self._stop:  # A run that is told to stop saves first.
+                        self._finish_evaluation(at=None if state.step == num_steps else state.step)
                     self._save(state)
                     self._take_back(state, num_steps)
         was_running = bool(running)
@@ -498,6 +500,7 @@ class TrainingLoop:
             self._save(state)
         while self._saver is not None and self.wrong is None and self._saver.must_repeat():
             self._save(state)
+        self._finish_evaluation()
         self.was_stopped = self._stop and state.step < num_steps
         self.timeline = self._pipeline.process.whole_timeline(self.timeline)
         return state
@@ -549,21 +552,37 @@ class TrainingLoop:
 
     def _evaluate(self, state: PipelineState) -> None:
         """Evaluates and writes the rows; the time that it takes counts for no step."""
-        assert self._evaluations is not None
+        evaluations, rows = self._evaluations, list[EvaluationRow]()
+        assert evaluations is not None
         try:
-            rows = self._evaluations.run(state)
+            if evaluations.in_idle_time:
+                self._finish_evaluation()
+                evaluations.begin(state)
+            else:
+                rows = evaluations.run(state)
         except BrokenData as error:
-            self.unreadable, rows = error, []
+            self.unreadable = error
+        self._write(rows)
+        # An evaluation's requests count as those of a step.
+        self._stop |= evaluations.stop
+        self._asked_to_save |= evaluations.save
+        evaluations.save = False
+        if self._last_end_s:
+            self._last_end_s = time.perf_counter()
+
+    def _finish_evaluation(self, at: int | None = None) -> None:
+        """Writes the rows of an evaluation in idle time, if one is under way: no matter of which state, or of one other
+        than that after ``at`` steps."""
+        if self._evaluations is not None and self._evaluations.pending not in (None, at):
+            self._write(self._evaluations.finish())
+            if self._last_end_s:
+                self._last_end_s = time.perf_counter()
+
+    def _write(self, rows: Iterable[EvaluationRow]) -> None:
         for row in rows:
             if self._metrics is not None:
                 self._metrics.write(asdict(row))
             self._on_evaluation(row)
-        # An evaluation's requests count as those of a step.
-        self._stop |= self._evaluations.stop
-        self._asked_to_save |= self._evaluations.save
-        self._evaluations.save = False
-        if self._last_end_s:
-            self._last_end_s = time.perf_counter()
 
     def _save(self, state: PipelineState) -> None:
         assert self._saver is not None

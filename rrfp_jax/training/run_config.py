@@ -339,6 +339,9 @@ _HELD_OUT_SET = "held_out"
 """Name of the only set where none is named: the part of the run's data that is held out."""
 
 
+_WHEN = ("between", "start", "idle", "start+idle")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Evaluation during training, on data that is not trained on."""
@@ -351,14 +354,19 @@ class EvaluationConfig:
     """By name, the differences from the section of the run's data, for example
     ``{validation: {path: val.txt}}``. A set with a path of its own takes all that is there, others the part of the
     run's data that is held out (``held_out``). None: that part alone."""
-    at_start: bool = False
-    """Whether to evaluate before the first step too."""
+    when: str = "between"
+    """``between``: between steps. ``start``: before the first step too. ``idle``: beside the steps that follow, where
+    stages would idle, on a copy of the parameters; rows come later then. ``start+idle``: both."""
     keep_best: bool = False
     """Whether the checkpoint with the least loss of the first set is saved at once and stays, beside the newest
     ones."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "every", "batches")
+        if self.when not in _WHEN:
+            raise ValueError(f"when is {self.when!r}: give {', '.join(_WHEN)}")
+        if self.in_idle_time and self.keep_best:
+            raise ValueError("keep_best saves a state at once, and in idle time its loss is known later: leave one out")
         if self.sets is not None and not self.sets:
             raise ValueError("sets is empty, so there is nothing to evaluate on: name one, or leave sets out")
 
@@ -367,10 +375,15 @@ class EvaluationConfig:
         """The sets by name, as differences from the section of the run's data."""
         return self.sets or {_HELD_OUT_SET: {}}
 
+    @property
+    def in_idle_time(self) -> bool:
+        """Whether evaluations run beside training, where stages would idle."""
+        return self.when.endswith("idle")
+
     def is_due(self, step: int, num_steps: int) -> bool:
         """Returns whether to evaluate after ``step`` steps of a run of ``num_steps``."""
         if not step:
-            return self.at_start
+            return self.when.startswith("start")
         return step == num_steps or (self.every is not None and step % self.every == 0)
 
 

@@ -101,7 +101,7 @@ def test_a_finished_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
 def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: Path, text: Path) -> None:
     sets = json.dumps({"held": {}, "own": {"path": str(text), "length": 8}})
     evaluating = ("--evaluation.every", 2, "--evaluation.batches", 3, "--evaluation.sets", sets)
-    evaluating += ("--evaluation.at-start", "true", "--evaluation.keep-best", "true", "--keep-checkpoints", 1)
+    evaluating += ("--evaluation.when", "start", "--evaluation.keep-best", "true", "--keep-checkpoints", 1)
     train(tmp_path / "plain", "--steps", 6)
     train(tmp_path / "run", "--steps", 6, *evaluating)
     plain, rows = rows_of(tmp_path / "plain"), rows_of(tmp_path / "run")
@@ -122,6 +122,21 @@ def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: P
     for row, expected in zip(told["sets"], last, strict=True):
         assert (row["step"], row["evaluation"], row["tokens"]) == (7, expected["evaluation"], expected["tokens"])
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_evaluations_in_idle_time_have_the_same_rows_also_over_a_resume(tmp_path: Path) -> None:
+    averaging = ("--optimizer.arguments", "{average_decay: 0.5}", "--checkpoint-every", 3)
+    evaluating = ("--evaluation.every", 2, "--evaluation.batches", 3)
+    for folder, when in (("plain", "start"), ("idle", "start+idle")):
+        for steps in (5, 8):
+            train(tmp_path / folder, "--steps", steps, *averaging, *evaluating, "--evaluation.when", when)
+    plain, idle = (
+        {(row["step"], row.get("evaluation")): row["loss"] for row in rows_of(tmp_path / folder)}
+        for folder in ("plain", "idle")
+    )
+    assert idle == plain
+    assert [step for step, name in idle if name] == [-1, 1, 3, 4, 5, 7]
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class StruckTraining:
         config = training_config(folder, **changes)
         places = ("--max-restarts", max_restarts, "--processes", self.num_ranks)
         command = (*places, "--", "experiments.train", "--config", config, "--run-dir", run)
-        evaluated = ("--evaluation.every", self.evaluate_every, "--evaluation.at-start", "true")
+        evaluated = ("--evaluation.every", self.evaluate_every, "--evaluation.when", "start")
         verified = () if self.verify_every is None else ("--verify-every", self.verify_every)
         return launched(*command, *evaluated, *verified, **QUICK_TO_COMPILE, **variables)
 

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 20
 SETTINGS: dict[str, Any] = {"steps": NUM_STEPS, "num_stages": 4, "deterministic": True, "held_out": 0.3}
-EVALUATION = ("--evaluation.every", 7, "--evaluation.at-start", "true", "--evaluation.keep-best", "true")
+EVALUATION = ("--evaluation.every", 7, "--evaluation.when", "start", "--evaluation.keep-best", "true")
+
+IDLE = ("--evaluation.every", 7, "--evaluation.when", "start+idle")
 
 
 def train(folder: Path, num_processes: int, *options: object, program: tuple[object, ...] = ("train",)) -> Any:
@@ -33,18 +35,20 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_no_trace_and_the_same_losses_in_one_process_and_four(tmp_path: Path) -> None:
-    for name, num_processes, options in (("one", 1, EVALUATION), ("four", 4, EVALUATION), ("without", 4, ())):
+    runs = {"one": (1, EVALUATION), "four": (4, EVALUATION), "idle": (4, IDLE), "without": (4, ())}
+    for name, (num_processes, options) in runs.items():
         with train(tmp_path / name, num_processes, *options) as launcher:
             assert launcher.wait(400) == 0, launcher.text
-    whole = [outcome_of(tmp_path / name / "run", NUM_STEPS) for name in ("one", "four", "without")]
-    whole[0].assert_same(whole[1])
-    whole[1].assert_same(whole[2])
-    one, four = rows_of(tmp_path / "one"), rows_of(tmp_path / "four")
+    first, *others = [outcome_of(tmp_path / name / "run", NUM_STEPS) for name in runs]
+    for other in others:
+        first.assert_same(other)
+    one, four, idle = (rows_of(tmp_path / name) for name in ("one", "four", "idle"))
     assert [row["step"] for row in four] == [-1, 6, 13, 19]
-    assert [(row["loss"], row["tokens"]) for row in one] == [(row["loss"], row["tokens"]) for row in four]
+    for rows in (four, idle):
+        assert [(r["step"], r["loss"], r["tokens"]) for r in rows] == [(r["step"], r["loss"], r["tokens"]) for r in one]
 
 
-LONG = ("--evaluation.at-start", "true", "--evaluation.batches", 60)
+LONG = ("--evaluation.when", "start", "--evaluation.batches", 60)
 """Several steps' worth before the first one that trains: step 1 of the stages is one of them."""
 
 
@@ -80,3 +84,18 @@ def test_a_run_told_to_stop_in_an_evaluation_ends_soon_and_goes_on_with_it(tmp_p
     with train(tmp_path, 2, "--evaluation.every", 2, "--steps", 3) as launcher:
         assert launcher.wait(200) == 0, launcher.text
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
+
+
+def test_a_rank_killed_with_an_evaluation_in_idle_time_under_way_is_reported(tmp_path: Path) -> None:
+    with train(tmp_path, 4, *IDLE, "--evaluation.batches", 400, "--steps", 1000) as launcher:
+        launcher.numbers(r"step +(3) ", 1)
+        os.kill(launcher.ranks()[2], signal.SIGKILL)
+        assert launcher.wait(60) == 137
+        assert not launcher.living()
+        assert "rank 2 (stage 2) was lost" in rank_text(launcher, 0)
+
+
+def test_replicas_that_stand_for_each_other_evaluate_between_steps(tmp_path: Path) -> None:
+    with train(tmp_path, 4, *IDLE, "--num-stages", 2, "--replicas", 2, "--reduce", "messages") as launcher:
+        assert launcher.wait(60) == 2
+        assert "a run that goes on without lost ranks evaluates between steps" in launcher.text

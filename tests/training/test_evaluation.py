@@ -20,9 +20,16 @@ def result(loss_sum: float, weight: float, **means: float) -> SimpleNamespace:
 def test_when_it_is_due() -> None:
     config = EvaluationConfig(every=4)
     assert [step for step in range(11) if config.is_due(step, 10)] == [4, 8, 10]
-    assert [step for step in range(11) if EvaluationConfig(at_start=True).is_due(step, 10)] == [0, 10]
+    assert [step for step in range(11) if EvaluationConfig(when="start").is_due(step, 10)] == [0, 10]
     with pytest.raises(ValueError, match="every is 0"):
         EvaluationConfig(every=0)
+    assert EvaluationConfig(when="start+idle").is_due(0, 10)
+    assert EvaluationConfig(when="idle").in_idle_time
+    assert not EvaluationConfig(when="idle").is_due(0, 10)
+    with pytest.raises(ValueError, match="when is 'often': give between, start, idle, start\\+idle"):
+        EvaluationConfig(when="often")
+    with pytest.raises(ValueError, match="in idle time its loss is known later"):
+        EvaluationConfig(when="idle", keep_best=True)
     with pytest.raises(ValueError, match="sets is empty"):
         EvaluationConfig(sets={})
 
