@@ -558,7 +558,7 @@ class Pipeline:
     def _evaluated_params(self, state: PipelineState) -> dict[int, Any]:
         """Returns the parameters that evaluations in idle time read, by chunk; waits for the steps enqueued."""
         held = self._held(state)
-        if self._model.keeps_averages():
+        if self._model.keeps_averages:
             return self._model.averages(held)
         return {number: each.params for number, each in held.chunks.items()}
 
@@ -570,7 +570,7 @@ class Pipeline:
         and leave alike, and train outside of it.
         """
         held = self._held(state)
-        if not self._model.keeps_averages():
+        if not self._model.keeps_averages:
             yield
             return
         kept = {number: each.params for number, each in held.chunks.items()}
@@ -818,7 +818,7 @@ class Pipeline:
         if self._preparation is None:
             if self._state is None:
                 raise RuntimeError("the pipeline holds no parameters yet: call init first")
-            if evaluation is not None and self._model.num_shares > 1 and self._model.keeps_averages():
+            if evaluation is not None and self._model.num_shares > 1 and self._model.keeps_averages:
                 raise ValueError(
                     "each replica holds shares of the optimizer state, and so of the averages with which steps "
                     "evaluate: give reduce collective, no shard_optimizer, or no evaluation"

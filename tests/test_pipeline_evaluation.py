@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from rrfp_jax.core import BESIDE
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
@@ -281,3 +282,73 @@ def test_evaluations_in_idle_time_give_the_numbers_of_those_between_steps(option
     if fixed["deterministic"]:
         jax.tree.map(equal, found, params)
     assert sum(each.sums.idle_s.get(IdleReason.PIECE, 0.0) for each in steps) > 0
+
+
+def test_in_idle_time_nothing_is_compiled_memory_is_foreseen_and_the_copy_is_freed() -> None:
+    compiled: list[str] = []
+    with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER, wrap_stage=slow) as pipeline:
+        state = pipeline.init(jax.random.key(1))
+        pipeline.prepare(make_batch(0), evaluation=shapes(in_idle_time=True))
+        forecast = [each.peak for each in pipeline.forecast]
+        state, first = pipeline.step(state, make_batch(0))
+        first.result()
+        jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: compiled.append(name))
+        try:
+            found = [pipeline.evaluate(state, make_batch(7 + number)) for number in range(3)]
+            assert pipeline._running().evaluation.beside._copied() is not None  # type: ignore[union-attr]
+            steps = []
+            for step in range(4):
+                state, metrics = pipeline.step(state, make_batch(step))
+                steps.append(metrics.result())
+            assert [each.result().step for each in found] == [1, 1, 1]
+        finally:
+            jax.monitoring.clear_event_listeners()
+        assert not [name for name in compiled if "backend_compile" in name]
+        assert pipeline._running().evaluation.beside._copied() is None  # type: ignore[union-attr]
+        state, metrics = pipeline.step(state, make_batch(9))
+        peaks = [metrics.result().peak_memory_bytes, *(each.peak_memory_bytes for each in steps)]
+    with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER) as plain:
+        plain.init(jax.random.key(1))
+        plain.prepare(make_batch(0), evaluation=shapes())
+        alone = [each.peak for each in plain.forecast]
+    params = [sum(leaf.nbytes for leaf in jax.tree.leaves(chunk.init(jax.random.key(0)))) for chunk in make_chunks(2)]
+    for stage in range(2):
+        assert alone[stage] + params[stage] <= forecast[stage] < alone[stage] + 2 * params[stage]
+        assert max(each[stage] for each in peaks) <= forecast[stage]
+        assert peaks[0][stage] < max(each[stage] for each in peaks[1:]) - params[stage] // 2
+
+
+def test_stages_without_idle_time_of_their_own_say_so() -> None:
+    def refused(sentence: str, **options: Any) -> None:
+        with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER, **options) as pipeline:
+            pipeline.init(jax.random.key(1))
+            with pytest.raises(ValueError, match=sentence):
+                pipeline.prepare(make_batch(0), evaluation=shapes(in_idle_time=True))
+
+    refused("stages on which steps overlap hardly idle", delay=1)
+    with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER) as pipeline:
+        pipeline.init(jax.random.key(1))
+        pipeline.prepare(make_batch(0), evaluation=shapes())
+        enough = max(each.peak for each in pipeline.forecast)
+    refused(r"stage \d is predicted to need .*, and has", memory_limit=enough)
+
+
+def test_a_forward_that_fails_in_idle_time_names_the_evaluation() -> None:
+    def failing(stage: Any) -> Any:
+        launch = stage.launch
+
+        def launched(step: int, task: Any) -> Any:
+            if step >= BESIDE:
+                raise MemoryError("no room for it")
+            return launch(step, task)
+
+        stage.launch = launched
+        return stage
+
+    with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER, wrap_stage=failing) as pipeline:
+        state = pipeline.init(jax.random.key(1))
+        pipeline.prepare(make_batch(0), evaluation=shapes(in_idle_time=True))
+        state, _ = pipeline.step(state, make_batch(0))
+        failed = pipeline.evaluate(state, make_batch(7))
+        with pytest.raises(TaskFailed, match=r"evaluation after 1 steps: 0F0 on stage 0 failed: .*no room for it"):
+            failed.result()

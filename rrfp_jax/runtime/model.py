@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, combinations
 from typing import Any, TypeVar
 
@@ -299,8 +299,9 @@ class HostedModel:
                 unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
         return state
 
+    @cached_property
     def keeps_averages(self) -> bool:
-        """Returns whether the optimizer keeps averages of the parameters."""
+        """Whether the optimizer keeps averages of the parameters."""
         trained = next(filter(jax.tree.leaves, map(trained_specs, self.holding)), {})
         return isinstance(jax.eval_shape(self.optimizer.init, spec_of(trained)), AveragedState)
 
