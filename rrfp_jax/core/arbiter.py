@@ -913,6 +913,10 @@ class StageArbiter:
         """How many tasks of the compute lane were handed over in the step."""
         return self._num_started
 
+    def earliest_input_s(self, now_s: float) -> float | None:
+        """Returns when the first input that is still to come may be here; None where foresight does not know it."""
+        return None if self._foresight is None else self._foresight.earliest_s(self._arrived, now_s)
+
     @property
     def looks_ahead(self) -> bool:
         """Whether foresight is at work: it sleeps where tasks are too short for it."""

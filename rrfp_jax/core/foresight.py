@@ -66,7 +66,7 @@ in a state to which it could have come without promises. A late or lost promise 
 a defect of the driver, as an arrival of an input that is not there would be.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, TypeVar
@@ -160,6 +160,12 @@ class ArrivalTable:
             inputs[plan.awaited_by[number]].append(number)
         self.inputs_of = tuple(map(tuple, inputs))
         """The numbers of the messages that each node waits for."""
+        self.awaited = tuple(
+            (number, self.edge_of[number])
+            for message, number in plan.arrivals.items()
+            if message.kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT)
+        )
+        """The numbers of activations and gradients, each with that of its edge."""
         self.announces: tuple[tuple[tuple[Message, int], ...], ...] = tuple(
             tuple(send for send in plan.sends[plan.index[task]] if send[0].kind is not MessageKind.TAKEN)
             for task in task_at
@@ -386,6 +392,18 @@ class Foresight:
             taken_s /= 2
             self._last_end_s = time_s - taken_s
         self._durations_s.learn(self.table.kind_at[position], taken_s)
+
+    def earliest_s(self, arrived: Container[int], now_s: float) -> float | None:
+        """Returns when the first activation or gradient that has not arrived may come: a lead after it was announced,
+        and no sooner than a lead from now if it was not. None where some lead is unknown, or all are here."""
+        earliest_s, leads_s = NEVER_S, self._leads_s.values
+        for number, edge in self.table.awaited if self.is_awake else ():
+            if number not in arrived:
+                lead_s = leads_s[edge]
+                if lead_s is None:
+                    return None
+                earliest_s = min(earliest_s, min(self.heard_s[number], now_s) + lead_s)
+        return None if earliest_s == NEVER_S else earliest_s
 
     def expected_end_s(self, position: int) -> float:
         """Returns when a running task usually ends, as far as anything is known."""

@@ -224,12 +224,13 @@ class StageActor:
             return True
         if reason is None:
             return False
-        if self.pieces is not None and self.pieces.look(time_s, is_active=arbiter.is_active):
+        earliest_s = arbiter.earliest_input_s(time_s)
+        if self.pieces is not None and self.pieces.look(time_s, earliest_s, is_active=arbiter.is_active):
             return True
         # A task that waits for its input may have been handed over, and the forward would come after it.
         if beside is None or beside.chosen is None or arbiter.running():
             return False
-        if beside.hurries or (arbiter.is_active and gaps.fits(time_s, beside.chosen.task.chunk)):
+        if beside.hurries or (arbiter.is_active and gaps.fits(time_s, beside.chosen.task.chunk, earliest_s)):
             beside.running, beside.chosen = beside.chosen, None
             self._submit(beside.running)
             return True

@@ -255,11 +255,14 @@ class PieceThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def look(self, time_s: float, *, is_active: bool) -> bool:
-        """Begins a piece, while the stage idles, if a step is under way and one fits in; returns whether one runs."""
+    def look(self, time_s: float, earliest_s: float | None, *, is_active: bool) -> bool:
+        """Begins a piece, while the stage idles, if a step is under way and one fits in; returns whether one runs.
+
+        ``earliest_s``: see :meth:`.GapTimer.fits`.
+        """
         if self._begun_s is not None and time_s - self._begun_s > LONGEST_PIECE_S:
             self._give_up(f"a piece has taken more than {LONGEST_PIECE_S:g} s")
-        if self._begun_s is None and not self._is_over and is_active and self._gaps.fits(time_s):
+        if self._begun_s is None and not self._is_over and is_active and self._gaps.fits(time_s, None, earliest_s):
             self._begun_s = time_s
             self._begin.put(True)
         return self._begun_s is not None

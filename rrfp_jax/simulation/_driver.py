@@ -333,7 +333,7 @@ class _Driver:
         if stage.dispatched or now_ms < stage.filled_until_ms:
             return
         gaps.idles(stage.arbiter.num_started, now_ms / 1e3)
-        if stage.arbiter.is_active and gaps.fits(now_ms / 1e3):
+        if stage.arbiter.is_active and gaps.fits(now_ms / 1e3, earliest_s=stage.arbiter.earliest_input_s(now_ms / 1e3)):
             end_ms = stage.filled_until_ms = now_ms + self.machine.piece_ms
             gaps.piece_ended(self.machine.piece_ms / 1e3)
             self.filled_ms += self.machine.piece_ms
