@@ -1,6 +1,7 @@
 """The ground truth of training: one jitted step of the whole model, without anything of the pipeline."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,25 @@ Inputs = Callable[[list[Any], int], Any]
 def chain_inputs(outputs: list[Any], chunk: int) -> Any:
     """The input of a chunk in a chain."""
     return outputs[chunk - 1] if chunk else None
+
+
+def holding_still(chunk: Chunk, index: int) -> Chunk:
+    """The chunk with its parameters constant for the microbatches whose leaf ``still`` says so."""
+
+    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
+        still = leaves["still"][index]
+        held = jax.tree.map(lambda leaf: jnp.where(still, jax.lax.stop_gradient(leaf), leaf), params)
+        return chunk.apply(held, inputs, {name: leaves[name] for name in chunk.leaves}, key=key)
+
+    return replace(chunk, apply=apply, leaves=(*chunk.leaves, "still"), check_leaves=None)
+
+
+def with_still(batch: Mapping[str, np.ndarray], pairs: Iterable[tuple[int, int]], num_chunks: int) -> dict[str, Any]:
+    """The batch with a leaf that says for which chunks and microbatches :func:`holding_still` holds."""
+    still = np.zeros((len(next(iter(batch.values()))), num_chunks), bool)
+    for chunk, microbatch in pairs:
+        still[microbatch, chunk] = True
+    return {**batch, "still": still}
 
 
 def train_plainly(

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,7 +16,7 @@ from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped
 from tests.pipelines import make_pipeline
-from tests.plain_loop import assert_same_training, train_plainly
+from tests.plain_loop import assert_same_training, holding_still, train_plainly, with_still
 from tests.test_pipeline_context import make_batches
 
 MODEL = LanguageModelConfig(
@@ -46,25 +45,11 @@ def draw_pairs(num_chunks: int) -> list[Pairs]:
     return [[], some, [pair for pair in every if pair[0] == 1], [pair for pair in every if pair[1] == 1]]
 
 
-def holding_still(chunk: Chunk, index: int) -> Chunk:
-    """The chunk with its parameters constant for the microbatches whose leaf ``still`` says so."""
-
-    def apply(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
-        still = leaves["still"][index]
-        held = jax.tree.map(lambda leaf: jnp.where(still, jax.lax.stop_gradient(leaf), leaf), params)
-        return chunk.apply(held, inputs, {name: leaves[name] for name in chunk.leaves}, key=key)
-
-    return replace(chunk, apply=apply, leaves=(*chunk.leaves, "still"), check_leaves=None)
-
-
 @cache
 def plain(num_chunks: int, *, tied: bool = False) -> Any:
-    told = []
-    for batch, pairs in zip(batches(), draw_pairs(num_chunks), strict=True):
-        still = np.zeros((len(batch["tokens"]), num_chunks), bool)
-        for chunk, microbatch in pairs:
-            still[microbatch, chunk] = True
-        told.append(batch | {"still": still})
+    told = [
+        with_still(batch, pairs, num_chunks) for batch, pairs in zip(batches(), draw_pairs(num_chunks), strict=True)
+    ]
     made = chunks_of(num_chunks, tie_embeddings=tied)
     params = {name: leaf for chunk in made for name, leaf in chunk.init(jax.random.key(1)).items()}
     norms: list[float] = []

@@ -46,6 +46,8 @@ class Case:
     """The order in which units take devices; empty: by number."""
     transport: str = "sockets"
     num_steps: int = 10
+    left_out: tuple[tuple[int, int], ...] = ()
+    """Pairs of a chunk and a microbatch whose weight gradient every step leaves out."""
     num_rows: int = 2
     """Of a microbatch of a language model."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Case:
 def read_cases(folder: Path) -> list[Case]:
     """The cases of a folder."""
     cases = json.loads((folder / _FILE).read_text())
-    tuples = ("cut", "frozen", "stage_of_chunk", "order", "replicas")
+    tuples = ("cut", "frozen", "stage_of_chunk", "order", "replicas", "left_out")
     return [Case(**{**case, **{name: tuple(case[name]) for name in tuples}}) for case in cases]
 
 

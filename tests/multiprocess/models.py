@@ -16,7 +16,7 @@ from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Edge, chain, sliced_chain
 from tests import long_sums, ragged
 from tests.multiprocess.cases import Case
-from tests.plain_loop import train_plainly
+from tests.plain_loop import holding_still, train_plainly, with_still
 from tests.programs.toys import VOCAB, plain_model
 
 NUM_MICROBATCHES, LENGTH = 8, 8
@@ -170,4 +170,8 @@ def _train_plainly(case: Case) -> tuple[list[float], dict[str, Any]]:
             graph, params, make_optimizer(case), steps, clip_norm=1.0, frozen=frozen
         )
         return losses, params
-    return train_plainly(chunks, params, make_optimizer(case), make_batches(case), clip_norm=1.0, frozen=frozen)
+    batches = make_batches(case)
+    if case.left_out:
+        batches = [with_still(batch, case.left_out, len(chunks)) for batch in batches]
+        chunks = [holding_still(chunk, number) for number, chunk in enumerate(chunks)]
+    return train_plainly(chunks, params, make_optimizer(case), batches, clip_norm=1.0, frozen=frozen)

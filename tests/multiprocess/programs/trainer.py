@@ -89,7 +89,7 @@ def _train(case: Case, place: Membership, *, num_devices: int, together: bool) -
         results, batches = [], make_batches(case)
         pipeline.prepare(batches[0], buckets=buckets_of(case))
         for batch in batches:
-            state, metrics = pipeline.step(state, batch)
+            state, metrics = pipeline.step(state, batch, left_out=case.left_out)
             results.append(metrics)
         losses = [metrics.result().loss for metrics in results]
         if case.model == RAGGED:
