@@ -26,7 +26,7 @@ from rrfp_jax.testing import DelayedStage
 from rrfp_jax.training.loop import RunSaver
 from tests import test_pipeline_slices as sliced
 from tests.pipelines import make_pipeline
-from tests.plain_loop import assert_same_training
+from tests.plain_loop import assert_same_training, holding_still, with_still
 from tests.programs.toys import plain_model
 from tests.test_pipeline_messages import make_batches, random_delay
 
@@ -131,13 +131,15 @@ def params_of_replicas(pipeline: Pipeline, state: Any) -> list[dict[str, Any]]:
     return found
 
 
-def trained(pipeline: Pipeline, batches: Sequence[Any]) -> tuple[list[float], list[dict[str, Any]], dict[str, Any]]:
+def trained(
+    pipeline: Pipeline, batches: Sequence[Any], left_out: Sequence[tuple[int, int]] = ()
+) -> tuple[list[float], list[dict[str, Any]], dict[str, Any]]:
     with pipeline:
         state = pipeline.init(jax.random.key(1))
         initial = jax.tree.map(np.array, pipeline.params(state))
         metrics = []
         for batch in batches:
-            state, made = pipeline.step(state, batch)
+            state, made = pipeline.step(state, batch, left_out=left_out)
             metrics.append(made)
         return [made.result().loss for made in metrics], params_of_replicas(pipeline, state), initial
 
@@ -206,6 +208,18 @@ def test_a_step_that_one_replica_spoils_is_left_out_by_all_and_averages_go_on() 
     assert not np.isfinite(losses[3])
     for own, other in zip(params, expected[1], strict=True):
         assert_same_training(losses[:3] + losses[4:], own, expected[0][:3] + expected[0][4:], other)
+
+
+@pytest.mark.slow
+def test_weight_gradients_may_be_left_out_beside_averages() -> None:
+    batches, left_out = make_batches(), [(0, 1), (0, 2), (1, 0), (1, 1), (1, 3)]
+    losses, params, initial = trained(make(tau=1, clip_norm=0.5, hint="bfw"), batches, left_out)
+    still = [with_still(batch, left_out, 2) for batch in batches]
+    chunks = [holding_still(chunk, number) for number, chunk in enumerate(plain_model(LAYERS, tied=False))]
+    options: dict[str, Any] = {"replicas": 2, "share": 0.05, "tau": 1, "clip_norm": 0.5}
+    expected = train_replicas_plainly(chunks, initial, OPTIMIZER, still, **options)
+    for own, other in zip(params, expected[1], strict=True):
+        assert_same_training(losses, own, expected[0], other)
 
 
 @pytest.mark.slow
