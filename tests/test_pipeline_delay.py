@@ -256,6 +256,7 @@ def test_delays_by_stage_go_on_with_the_layers_that_had_them(tmp_path: Path) -> 
                 saver.restore(saver.checkpoints.newest())
 
 
+@pytest.mark.slow
 def test_two_versions_of_the_parameters_are_alive_and_no_more() -> None:
     """Five matrices have this shape: each has two versions, two moments, and the gradients of two steps."""
     before, counts = {id(leaf) for leaf in jax.live_arrays()}, list[int]()

@@ -144,7 +144,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("fault", "way"), [*((fault, "alone") for fault in FAULTS), *(("of one chunk's layers", way) for way in WAYS)]
 )

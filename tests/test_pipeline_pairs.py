@@ -324,7 +324,7 @@ def test_pairs_are_launched_while_others_run(way: str, monkeypatch: pytest.Monke
     assert [stage.difference for stage in replay_run([log]).stages] == [None] * placement.num_stages
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["collective", "messages"])
 def test_replicas_of_a_stage_run_pairs_too(reduce: str) -> None:
     placement, options = WAYS["two chunks a stage on a V, split"]

@@ -75,7 +75,12 @@ def test_rows_that_name_pairs(name, num_stages, early):
 @pytest.mark.parametrize("groups", [(2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize(
     ("name", "num_microbatches", "words"),
-    [("1f1b", 2, {}), ("1f1b", 3, {"footprint": False}), ("zb-h1", 2, {"foresight": False}), ("zb-v", 2, {})],
+    [
+        ("1f1b", 2, {}),
+        ("1f1b", 3, {"footprint": False}),
+        ("zb-h1", 2, {"foresight": False}),
+        pytest.param("zb-v", 2, {}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_members_of_groups_run_the_same_pairs(name, num_microbatches, words, groups, collective, early):

@@ -108,6 +108,7 @@ def test_schedules_that_do_not_fit_are_listed_with_the_reason(levels, capsys):
     assert all(reason in shown for reason in refused.values())
 
 
+@pytest.mark.slow
 def test_the_tables_for_people(capsys):
     assert main([*SIZES, "--comm-ms", "1", "--jitter", "lognormal:0.2", "--steps", "2"]) == 0
     shown = capsys.readouterr().out

@@ -93,6 +93,7 @@ def test_every_cut_is_the_same_model():
         chex.assert_trees_all_close(jax.jit(partial(run_graph, graph))(params, leaves), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_loss():
     config = small_model(PACKED, tie_embeddings=True, num_layers=1)
     leaves, params = make_leaves(config), uneven(start(whole(config)))
@@ -152,6 +153,7 @@ def test_equal_chunks_are_of_one_kind():
     assert [numbers for numbers in same if len(numbers) > 1] == [[1, 2], [1, 2], [6, 7], [6, 7]]
 
 
+@pytest.mark.slow
 def test_an_image_stays_in_its_row_and_segment():
     """Other pictures change nothing in the bits of those that they are packed with."""
     config = small_model(PACKED)

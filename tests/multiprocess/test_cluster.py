@@ -138,6 +138,7 @@ def ended_after(node: Launched, since_s: float) -> tuple[int, float]:
     return code, time.monotonic() - since_s
 
 
+@pytest.mark.slow
 def test_two_nodes_end_together_and_free_their_ports():
     port = free_port()
     with ExitStack() as stack:

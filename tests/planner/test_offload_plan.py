@@ -103,6 +103,7 @@ def test_copies_beat_recomputation_and_fewer_in_flight() -> None:
     assert far.ranking[0].forecast.step_ms == without.ranking[0].forecast.step_ms
 
 
+@pytest.mark.slow
 def test_devices_that_are_not_alike_copy_where_they_must_and_can() -> None:
     def plan_of(*devices: DeviceCosts) -> Plan:
         return make_plan(book_of(5, None, machine=MachineCosts(devices=devices)), replace(SPACE, schedules=None))
