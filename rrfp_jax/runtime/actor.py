@@ -222,7 +222,7 @@ class StageActor:
             gaps.idles(-1 - arbiter.num_started if arbiter.evaluates else arbiter.num_started, time_s)
         if beside is not None and beside.running is not None:
             return True
-        if reason is None:
+        if reason is None or (self.pieces is None and (beside is None or beside.chosen is None)):
             return False
         earliest_s = arbiter.earliest_input_s(time_s)
         if self.pieces is not None and self.pieces.look(time_s, earliest_s, is_active=arbiter.is_active):

@@ -421,7 +421,9 @@ class PipelineRuntime:
         self, stage: int, instruction: RunInstruction, error: BaseException, *, has_waited: bool = False
     ) -> None:
         task, arbiter = instruction.task, self._actors[stage].arbiter
-        if not has_waited and isinstance(task, Task) and arbiter.awaits_input(task):  # Pairs have all inputs.
+        # Pairs have all inputs, as forwards in idle time have.
+        may_lack = not has_waited and instruction.step < BESIDE
+        if may_lack and isinstance(task, Task) and arbiter.awaits_input(task):
             # The task that makes its input has failed, too, and is about to say so: that is the cause to report.
             later_s = time.perf_counter() + _CAUSE_WITHIN_S
             self.wake_later(later_s, partial(self._task_failed, stage, instruction, error, has_waited=True))

@@ -165,13 +165,18 @@ class IdleEvaluations:
 
 def check_beside(process: "Process", *, delay: bool) -> None:
     """Raises ValueError where evaluations cannot run in idle time."""
-    layout, remedy = process.layout, "leave in_idle_time out, or "
+    layout = process.layout
     if delay:
-        raise ValueError(f"stages on which steps overlap hardly idle: {remedy}the delay")
+        raise ValueError("stages on which steps overlap hardly idle: evaluate between steps, or leave the delay out")
     if any(len(layout.ranks_of(unit)) > 1 for unit in range(layout.num_units)):
-        raise ValueError(f"a stage of several processes has no idle time of its own: {remedy}give stages one each")
+        raise ValueError(
+            "a stage of several processes has no idle time of its own: evaluate between steps, or give each stage one"
+        )
     if process.recovers or layout.absent:
-        raise ValueError(f"a run that goes on without lost ranks evaluates between steps: {remedy}give one replica")
+        raise ValueError(
+            "a run that goes on without lost ranks evaluates between steps, not in idle time: give one replica, or "
+            "reduce collective"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

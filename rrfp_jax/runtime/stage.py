@@ -274,7 +274,7 @@ class ProgramStage:
         self._mailbox.begin(step)
         if step >= BESIDE:
             self._count_copies(1)
-        if self._exchange is not None:
+        if self._exchange is not None and step < BESIDE:
             self._exchange.begin(step, graph, step if batch.step is None else batch.step)
         if self._leaves_ahead is None or step >= BESIDE:  # Leaves of training go ahead, and need the room.
             return
@@ -639,7 +639,7 @@ class ProgramStage:
         is_remade = bool(state.graph.ops) and self._is_remade(task.chunk, task.microbatch)
         inbox_bytes = self._mailbox.held_bytes + self._in_transit()
         self._meter.ran(task, bucket, inbox_bytes, is_remade=is_remade)
-        if self._exchange is not None:
+        if self._exchange is not None and step < BESIDE:
             self._exchange.count_cut(step, task.chunk)
 
     def _measure_pair(self, step: int, tasks: Pair, pair: PairProgram | None) -> None:

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.profiler import TraceAnnotation
 
-from rrfp_jax.core import DecisionTimer, Message, RunInstruction, TimingRule
+from rrfp_jax.core import BESIDE, DecisionTimer, Message, RunInstruction, TimingRule
 from rrfp_jax.core.dispatch import GapTimer
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.failure import error_text
@@ -341,11 +341,15 @@ class ComputeThread(StageThreads):
 
     def _next(self) -> RunInstruction | None:
         while self._alarm is not None:
-            (at_s, call), self._alarm = self._alarm, None
+            alarm, self._alarm = self._alarm, None
             try:
-                return self._queue.get(timeout=max(0.0, at_s - time.perf_counter()))
+                instruction = self._queue.get(timeout=max(0.0, alarm[0] - time.perf_counter()))
             except Empty:
-                call()
+                alarm[1]()
+                continue
+            if instruction is not None and instruction.step >= BESIDE:
+                self._alarm = alarm  # A forward in idle time ends no hold: only the stage's own tasks do.
+            return instruction
         return self._queue.get()
 
 
@@ -464,6 +468,7 @@ class LaunchAndWait(StageThreads):
                 error = result
             free_s = time.perf_counter()
             self._running = None
-            self._ended.append((instruction.task, free_s - start_s))
+            if instruction.step < BESIDE:  # The timer knows how long tasks of training take.
+                self._ended.append((instruction.task, free_s - start_s))
             self._done(instruction, start_s, free_s, error)
             del item, result, inputs, error  # They hold results of the task, which nobody may keep alive here.

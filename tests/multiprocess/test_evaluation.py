@@ -20,7 +20,7 @@ NUM_STEPS = 20
 SETTINGS: dict[str, Any] = {"steps": NUM_STEPS, "num_stages": 4, "deterministic": True, "held_out": 0.3}
 EVALUATION = ("--evaluation.every", 7, "--evaluation.when", "start", "--evaluation.keep-best", "true")
 
-IDLE = ("--evaluation.every", 7, "--evaluation.when", "start+idle")
+IDLE = ("--evaluation.every", 7, "--evaluation.when", "start+idle", "--transport", "transfer")
 
 
 def train(folder: Path, num_processes: int, *options: object, program: tuple[object, ...] = ("train",)) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.core import RunPair, RunTask
+from rrfp_jax.core import BESIDE, RunPair, RunTask
 from rrfp_jax.runtime import stage_threads
 from rrfp_jax.runtime.stage_threads import ComputeThread, LaunchAndWait, Launched
 from rrfp_jax.schedules import Pair, Task
@@ -212,6 +212,27 @@ def test_its_own_thread_wakes_a_stage_unless_an_instruction_comes_first() -> Non
     threads.ask_to_stop()
     assert threads.join(10)
     assert woken.empty()
+
+
+def test_a_forward_in_idle_time_leaves_the_end_of_a_hold_alone() -> None:
+    woken, ended = SimpleQueue[float](), SimpleQueue[RunTask]()
+
+    def done(instruction: RunTask, *_: object) -> None:
+        ended.put(instruction)
+        if instruction == TASKS[0]:
+            assert threads.wake_later(time.perf_counter() + 0.1, lambda: woken.put(time.perf_counter()))
+
+    threads = ComputeThread("stage", lambda *_: Launched(time.perf_counter(), lambda: None), done)
+    threads.start()
+    begun_s = time.perf_counter()
+    beside = TASKS[1]._replace(step=BESIDE)
+    for instruction in (TASKS[0], beside):
+        threads.submit(instruction)
+        assert ended.get(timeout=10) == instruction
+    assert woken.empty()
+    assert woken.get(timeout=10) >= begun_s + 0.1
+    threads.ask_to_stop()
+    assert threads.join(10)
 
 
 @pytest.fixture
