@@ -226,6 +226,11 @@ class Liveness:
         """Notes that a connection that is not watched here has ended: the rank may leave, be gone, or be cut off."""
         self._command(lambda: self._await_farewell(rank))
 
+    def rule_out(self, rank: int, why: str) -> None:
+        """Takes a rank for lost, since there can be no connection to it. It is told once, however else it is noticed:
+        a second word of the loss could come when a new process of the rank is there."""
+        self._command(lambda: self._suspect(Suspicion(self._rank, rank, why, is_certain=True)))
+
     def tell_activity(self, activity: str, standstill: tuple[str, Container[int]] | None) -> None:
         """Takes note of what this rank does and waits for; see :meth:`PeerNetwork.tell_activity`."""
         self._activity, self._standstill = activity, standstill

@@ -26,7 +26,6 @@ from rrfp_jax.cluster._array_link import ArrayLink
 from rrfp_jax.cluster._channel import Channel
 from rrfp_jax.cluster._direct_link import DirectLink
 from rrfp_jax.cluster._liveness import Liveness
-from rrfp_jax.cluster.failure_detector import Lost
 from rrfp_jax.cluster.host import unproven_allowed
 from rrfp_jax.cluster.wire import SECRET_BYTES, TAG_BYTES, MalformedMessage, ProvenConnection, QuietLog, Seal, field
 
@@ -141,7 +140,7 @@ class PrivateConnections:
         self._asked.add(rank)
         self._made[rank], self._num_wanted[rank] = {}, len(names)
         if field(header, _ENCRYPTS, bool) != self._encrypts:
-            self._liveness.tell(Lost(rank, "it differs in encrypt_arrays: give all ranks the same settings"))
+            self._liveness.rule_out(rank, "it differs in encrypt_arrays: give all ranks the same settings")
             return
         self._spawn(self._accept_invitation(rank, local, port, [*zip(names, keys, strict=True)]))
 
@@ -296,7 +295,7 @@ class PrivateConnections:
                 if not isinstance(error, OSError | TimeoutError | MalformedMessage):
                     raise
                 why = str(error) or f"nobody answered within {_CONNECT_S:g} s"
-                self._liveness.tell(Lost(rank, f"no connection for {self.purpose} to {host}:{port}: {why}"))
+                self._liveness.rule_out(rank, f"no connection for {self.purpose} to {host}:{port}: {why}")
                 return
             self._add_connection(rank, index, proven)
 

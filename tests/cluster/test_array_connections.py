@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from rrfp_jax.cluster import ClusterConfig, MalformedMessage, RunKey
 from rrfp_jax.cluster._array_link import ALIGNMENT, BufferPool, MessageAssembly, cut_message
+from rrfp_jax.cluster.failure_detector import Suspicion
 from rrfp_jax.cluster.wire import SECRET_BYTES, TAG_BYTES, Seal
 from tests.cluster.mesh import PATIENCE_S, Node, eventually, nodes, running_loop, traffic
 
@@ -388,3 +390,21 @@ def test_invitations_that_cannot_be_are_dropped(caplog: pytest.LogCaptureFixture
         time.sleep(0.1)
         assert first.lost == second.lost == {}
         assert "invites to connections that cannot be" in caplog.text
+
+
+def test_a_rank_that_cannot_be_connected_to_is_lost_once() -> None:
+    told: list[tuple[int, str]] = []
+    with nodes(2) as members, socket.create_server(("127.0.0.1", 0)) as closed:
+        network, port = members[1].network, closed.getsockname()[1]
+        liveness = network._liveness
+        liveness._on_lost = lambda *loss: told.append(loss)
+        closed.close()
+        names = {"names": [bytes(16)], "secrets": [bytes(SECRET_BYTES)]}
+        invitation = {"port": port, "local": b"", "encrypts": network._arrays._encrypts, **names}  # type: ignore[union-attr]
+        network.call_soon(partial(network._arrays.receive, 0, invitation, []))  # type: ignore[union-attr]
+        assert eventually(lambda: bool(told))
+        # The end of its process, which is noticed by other ways too, is no second loss.
+        liveness._command(lambda: liveness._suspect(Suspicion(1, 0, "closed its connection", is_certain=True)))
+        time.sleep(0.5)
+        assert [rank for rank, _ in told] == [0]
+        assert told[0][1].startswith(f"no connection for arrays to 127.0.0.1:{port}: ")
