@@ -43,7 +43,7 @@ def expected(base: Pipeline) -> tuple[list[float], dict[str, Any]]:
     return train(base.reordered(Ordering(hint="bf", window=1)), NUM_STEPS)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     "order",
     [

@@ -130,13 +130,13 @@ def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("hint", ["bf", pytest.param("fb", marks=pytest.mark.slow), "bfw"])
 def test_hints(case: Case, hint: str) -> None:
     case.check(case.base.reordered(Ordering(hint=hint, window=3)))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(
     ("name", "consume"),
     [
@@ -218,6 +218,7 @@ def test_tied_embeddings(patterns: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("chimera", (1, 1)), ("bitpipe", (0, 1, 1, 0))])
+@pytest.mark.one_in(2)
 def test_a_bidirectional_table_trains_what_is_not_frozen(name: str, layers: tuple[int, ...]) -> None:
     chunks = freeze(plain_model(layers, tied=True), ["embedding", "layers.0"])
     ordering = Ordering(schedule=table(name, 2), consume="strict")

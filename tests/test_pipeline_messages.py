@@ -87,7 +87,7 @@ def trained(pipeline: Any, batches: list[dict[str, np.ndarray]]) -> tuple[list[f
         return [metrics.result().loss for metrics in losses], jax.tree.map(np.array, pipeline.params(state)), initial
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_the_plain_loop(name: str) -> None:
     case, batches = CASES[name], make_batches()

@@ -267,7 +267,7 @@ def plain(num_chunks: int) -> tuple[list[float], Any]:
     return train_plainly(chunks, params, OPTIMIZER, make_batches(), clip_norm=1.0)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("tensor", [2, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_pairs_train_what_the_plain_loop_does_and_compile_nothing_on_the_way(

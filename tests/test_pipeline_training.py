@@ -81,7 +81,7 @@ def untied_looped() -> Case:
     return Case(make_model(tied=False, layers_per_chunk=(1, 1, 1, 1)), looped(2, 2))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("hint", [*HINTS, "schedule"])
 @pytest.mark.parametrize("window", [1, 3, (4, 1, 2)])
 def test_every_hint_on_a_linear_placement(tied_linear: Case, hint: str, window: Any) -> None:
@@ -229,6 +229,7 @@ def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:
 
 @pytest.mark.parametrize(("name", "layers_per_chunk"), [("chimera", (1, 1)), ("bitpipe", (0, 1, 1, 0))])
 @pytest.mark.parametrize("consume", ["strict", "ready"])
+@pytest.mark.one_in(2)
 def test_bidirectional_tables_train_both_copies_as_one_model(
     name: str, layers_per_chunk: tuple[int, ...], consume: str
 ) -> None:

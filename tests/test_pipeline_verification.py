@@ -47,7 +47,7 @@ def verify(pipeline: Pipeline, num_steps: int = 2) -> str | None:
     return None
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("reduce", ["collective", "messages"])
 @pytest.mark.parametrize(
     ("unit", "program", "place", "told"),

@@ -255,6 +255,7 @@ def test_an_optimizer_that_looks_at_whole_arrays_is_refused(optimizer: Any) -> N
 @pytest.mark.parametrize(
     "optimizer", [optax.lion(1e-3), optax.sgd(1e-3, momentum=0.9), optax.adam(optax.linear_schedule(1e-3, 0, 9))]
 )
+@pytest.mark.one_in(3)
 def test_an_optimizer_of_single_elements_is_taken(optimizer: Any) -> None:
     graph = language_model(UNTIED).split_vocabulary(2, 2)
     pipeline_of(graph, optimizer=optimizer).init(jax.random.key(1))

@@ -95,6 +95,7 @@ def test_a_run_killed_within_an_epoch_goes_on_in_another_layout(config: Path, tm
 
 
 @pytest.mark.parametrize("damage", ["missing", "no image", "broken off"])
+@pytest.mark.one_in(3)
 def test_an_image_that_cannot_be_used_is_refused(config: Path, tmp_path: Path, damage: str) -> None:
     shutil.copytree(config.parent, tmp_path / "data")
     first_batch = {int(item) for item in items_of(0, batch_size=BATCH_SIZE, num=NUM_LINES, seed=0)}

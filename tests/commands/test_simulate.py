@@ -51,6 +51,7 @@ def test_the_published_bubble_rates_of_zero_bubble(simulated, row, name, bubble)
 
 @pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="the extra 'optimum' is missing")
 @pytest.mark.parametrize(("slots", "optimum_ms"), [(2, 290), (3, 280), (4, 270)])
+@pytest.mark.one_in(3)
 def test_the_optimum_with_copies_stands_beside_the_table(simulated, slots, optimum_ms):
     order = ("--schedule", "1f1b-split", "--offload", slots, "--copy-ms", 5, "--optimum", 60)
     result = simulated("--num-stages", 4, "--num-microbatches", 8, *order)

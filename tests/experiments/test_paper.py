@@ -126,7 +126,7 @@ def test_quickly_a_sample_of_every_questions_settings_is_compared() -> None:
     assert {dict(cell)["question"] for cell in sampled} == {dict(cell)["question"] for cell in named}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in QUESTIONS])
 def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question, measured in small: rows have its columns, and text and pictures come of them."""

@@ -200,6 +200,7 @@ def test_emulate_runs_a_workload_on_replicas(flags, layers):
         (("--workload", "sft-single", "--balance", "yes"), "balance is 'yes': write on or off"),
     ],
 )
+@pytest.mark.one_in(4)
 def test_what_means_nothing_is_refused_in_one_sentence(arguments, message):
     for command in ("simulate", "emulate"):
         words = ("--num-stages", 4, "--num-microbatches", 8, *arguments)

@@ -123,6 +123,7 @@ def has_scores(plan: ChunkPlan, length: int) -> bool:
 
 
 @pytest.mark.parametrize("preset", GPU_PRESETS, ids=lambda preset: preset.stem)
+@pytest.mark.one_in(3)
 def test_programs_of_gpu_presets_are_fused_and_keep_no_scores(preset: Path):
     config = load_train_config(str(preset), {})
     with cudnn_on_cpu():
@@ -228,6 +229,7 @@ def test_tiles_compute_the_formula(is_packed: bool, options: dict[str, Any]):
 
 
 @pytest.mark.parametrize(("way", "window", "is_packed"), [("tiles", 20, True), ("splash", None, False)])
+@pytest.mark.one_in(2)
 def test_sinks_take_their_part_of_every_softmax(
     monkeypatch: pytest.MonkeyPatch, way: str, window: Any, is_packed: bool
 ):
@@ -268,6 +270,7 @@ def test_sinks_take_their_part_of_every_softmax(
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("way", ["tiles", "splash", "formula"])
+@pytest.mark.one_in(4)
 def test_a_slice_attends_as_it_does_in_the_whole_sequence(
     monkeypatch: pytest.MonkeyPatch, way: str, is_packed: bool, window: int | None
 ):

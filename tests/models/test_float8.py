@@ -60,6 +60,7 @@ def test_products_and_their_gradients_are_those_of_the_rounded_operands() -> Non
 
 
 @pytest.mark.parametrize("words_first", [False, True])
+@pytest.mark.one_in(2)
 def test_the_head_has_the_loss_and_the_gradients_of_its_formula(words_first: bool) -> None:
     x, matrix = jax.random.normal(jax.random.key(0), (2, 6, 16)), jax.random.normal(jax.random.key(1), (16, 40))
     targets = jax.random.randint(jax.random.key(2), (2, 6), 0, 40)

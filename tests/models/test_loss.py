@@ -144,6 +144,7 @@ def gradients(loss: Any, *given: Any) -> Any:
 @pytest.mark.parametrize("block_bytes", [WHOLE, SMALL // 3], ids=["whole", "blocks"])
 @pytest.mark.parametrize("words_first", [True, False])
 @pytest.mark.parametrize("z_loss", [0.0, 0.02])
+@pytest.mark.one_in(4)
 def test_shards_are_the_formula(monkeypatch: Any, block_bytes: int, words_first: bool, z_loss: float) -> None:
     monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", block_bytes)
     how, given = HeadLoss(words_first, "float32", z_loss), arrays(words_first=words_first)

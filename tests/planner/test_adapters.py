@@ -47,6 +47,7 @@ def test_forecast_bytes_are_those_held(overrides: dict[str, Any]) -> None:
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("targets", [("query", "value"), ("attention.*", "mlp.*")], ids=str)
+@pytest.mark.one_in(3)
 def test_bytes_of_a_microbatch_bound_those_of_the_programs(targets: Any, dropout: float, remat: str) -> None:
     config = load_train_config(
         "cpu/debug", {"adapters.rank": 4, "adapters.targets": targets, "adapters.dropout": dropout}

@@ -75,6 +75,7 @@ def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
         pytest.param("dots", {**LATENT, "compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(3)
 def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> None:
     """Of stash, what I owes to W, and cast parameters, within a thousandth, of layers whose attention is not fused."""
     model = replace(MODEL, **more)

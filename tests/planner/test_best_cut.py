@@ -36,6 +36,7 @@ def language_model(num_layers: int, **more: object) -> ModelCosts:
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), share=st.floats(0.1, 0.9), split=st.booleans())
+@pytest.mark.one_in(2)
 def test_cuts_inside_layers_equal_looking_at_every_cut_of_halves(
     kind: str, data: st.DataObject, share: float, split: bool
 ) -> None:

@@ -128,6 +128,7 @@ def test_evaluations_are_compiled_for_their_own_shapes_and_must_fit() -> None:
         ("h100", "this environment cannot compile for NVIDIA H100 SXM: "),
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_target_that_cannot_be_had_is_refused(name: str, problem: str) -> None:
     if name == "h100" and installed_accelerators():
         pytest.skip("a compiler is installed here")

@@ -85,6 +85,7 @@ def least_ms(book: CostBook, space: SearchSpace) -> float:
         *(pytest.param(5, seed, marks=pytest.mark.slow) for seed in range(6)),
     ],
 )
+@pytest.mark.one_in(2)
 def test_devices_and_replicas_of_stages_are_as_looking_at_all_finds(devices: int, seed: int) -> None:
     book, space = a_case(devices, seed)
     best = make_plan(book, space).ranking[0]

@@ -138,6 +138,7 @@ def test_many_devices_take_no_long_search() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 11, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
+@pytest.mark.one_in(2)
 def test_no_bound_is_above_a_step(seed: int) -> None:
     rng = np.random.default_rng(seed)
     p = int(rng.integers(2, 5))

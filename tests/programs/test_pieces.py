@@ -128,6 +128,7 @@ def test_sums_are_ascending_and_norms_those_of_all_pieces(tensor: int) -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.one_in(2)
 def test_bytes_are_those_of_the_arrays_on_one_device(tensor: int) -> None:
     chunks = [holder("first", tied=True), holder("last", {"matrix": (6, 4), "vector": (7,)}, tied=True)]
     updates = updates_of(chunks, chain(2, 4, shared=((0, 1),)), tensor)

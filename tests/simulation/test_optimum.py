@@ -100,6 +100,7 @@ def check_table(best: Optimum, slots: int, durations_ms: np.ndarray, links: Link
         (4, 8, 4, 10.0, 270),
     ],
 )
+@pytest.mark.one_in(5)
 def test_copies_buy_time_where_memory_is_short(p, m, slots, copy_ms, expected_ms):
     graph = chain(p, m, split=True)
     durations_ms = constant((10.0, 10.0, 10.0), graph)[0]
@@ -136,7 +137,7 @@ def small_case(seed: int) -> tuple[PipelineGraph, Placement, np.ndarray, Links, 
     return graph, placement, durations_ms, Links(latency_ms=float(seed % 3)), seed % 2 + 1, float(rng.integers(1, 10))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @needs_solver
 @pytest.mark.parametrize("seed", range(16))
 def test_tables_of_random_cases_take_the_solvers_time(seed):

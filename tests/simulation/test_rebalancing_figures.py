@@ -74,6 +74,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("lost", LOSSES, ids=str)
+@pytest.mark.one_in(4)
 def test_with_a_split_backward_no_order_beats_readiness_by_age_after_a_loss(lost):
     owners = without(*lost)
     for hint in ("bfw", "bf-deep"):

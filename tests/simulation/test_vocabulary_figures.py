@@ -73,6 +73,7 @@ def check(name, **options):
 
 
 @pytest.mark.parametrize("name", IN_SHARDS)
+@pytest.mark.one_in(3)
 def test_shards_take_the_measured_time(name):
     """Within what plain 1F1B lacks, whatever the vocabulary, in the published memory."""
     check(name)

@@ -67,6 +67,7 @@ def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path, zeros, members):
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n \n"])
+@pytest.mark.one_in(3)
 def test_lines_are_read_once_wherever_spans_begin(tmp_path, suffix, ending, monkeypatch):
     monkeypatch.setattr(_sources, "BLOCK_BYTES", 7)
     data = ending.join(json.dumps({"n": 1, "text": text}) for text in TEXTS).encode()

@@ -83,6 +83,7 @@ def test_what_waits_for_less_than_three_round_trips_stays() -> None:
 
 @pytest.mark.parametrize("copy_ms", [5.0, 10.0, 15.0])
 @pytest.mark.parametrize(("p", "m", "slots", "optimum_ms"), [(4, 8, 2, 290), (4, 8, 3, 280), (3, 6, 2, 210)])
+@pytest.mark.one_in(3)
 def test_order_and_copies_are_chosen_together(p: int, m: int, slots: int, optimum_ms: float, copy_ms: float) -> None:
     plain, lengths = table("zb-h1", p=p, m=m), SlotLengths(10, 10, 10)
     for consume in ("strict", "ready"):
@@ -94,7 +95,7 @@ def test_order_and_copies_are_chosen_together(p: int, m: int, slots: int, optimu
     assert moved(schedule)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(("consume", "lanes"), [("strict", (COPY, COPY)), ("ready", ("d2h", "h2d"))])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-h2", "v-half", "interleaved-1f1b-split", "bitpipe"])
 def test_one_slot_does_for_every_table(name: str, lanes: tuple[str, str], consume: str) -> None:
