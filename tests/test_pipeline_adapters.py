@@ -135,6 +135,7 @@ def test_evaluations_drop_nothing_and_merged_matrices_compute_the_same() -> None
     assert not np.isclose(dropped[0], expected[0], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_gradient_of_the_base_is_computed() -> None:
     """W makes the factors' gradients alone; I does what it does in a frozen model, and passes the adapters."""
     rows, rank, tokens = 32, 3, 2 * 16

@@ -65,6 +65,7 @@ def test_what_is_measured_never_exceeds_what_was_predicted(
         assert forecast.fixed <= peak <= forecast.peak
 
 
+@pytest.mark.slow
 def test_small_microbatches_take_less_memory_than_large_ones() -> None:
     """One is in flight at a time, whatever arrives when; the update of plain SGD takes no more than a microbatch."""
     order = Ordering(hint="f-priority", window=1)

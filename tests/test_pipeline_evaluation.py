@@ -20,6 +20,7 @@ from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped
 from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.testing import DelayedStage
+from tests.cluster.mesh import eventually
 from tests.pipelines import make_pipeline
 
 NUM_MICROBATCHES = 4
@@ -287,40 +288,43 @@ def test_evaluations_in_idle_time_give_the_numbers_of_those_between_steps(option
 
 def test_in_idle_time_nothing_is_compiled_memory_is_foreseen_and_the_copy_is_freed() -> None:
     compiled: list[str] = []
-    with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER, wrap_stage=slow) as pipeline:
+    stages: list[Any] = []
+    with make_pipeline(
+        make_chunks(2), placement=linear(2), optimizer=OPTIMIZER, wrap_stage=lambda stage: stages.append(stage) or stage
+    ) as pipeline:
         state = pipeline.init(jax.random.key(1))
         pipeline.prepare(make_batch(0), evaluation=shapes(in_idle_time=True))
         forecast = [each.peak for each in pipeline.forecast]
+        params = [
+            sum(leaf.nbytes for leaf in jax.tree.leaves(stage.states[n].params)) for n, stage in enumerate(stages)
+        ]
         state, first = pipeline.step(state, make_batch(0))
         first.result()
+        held = [stage._meter._held for stage in stages]
         jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: compiled.append(name))
         try:
             found = [pipeline.evaluate(state, make_batch(7 + number)) for number in range(3)]
-            assert pipeline._running().evaluation.beside._copied() is not None  # type: ignore[union-attr]
-            steps = []
-            for step in range(4):
-                state, metrics = pipeline.step(state, make_batch(step))
-                steps.append(metrics.result())
+            assert eventually(lambda: all(stage._num_beside == 3 for stage in stages))
+            copied = [stage._meter._held for stage in stages]
+            state, metrics = pipeline.step(state, make_batch(1))
             assert [each.result().step for each in found] == [1, 1, 1]
         finally:
             jax.monitoring.clear_event_listeners()
         assert not [name for name in compiled if "backend_compile" in name]
+        assert [now - before for now, before in zip(copied, held, strict=True)] == params
+        assert all(peak <= most for peak, most in zip(metrics.result().peak_memory_bytes, forecast, strict=True))
         assert pipeline._running().evaluation.beside._copied() is None  # type: ignore[union-attr]
-        state, metrics = pipeline.step(state, make_batch(9))
-        peaks = [metrics.result().peak_memory_bytes, *(each.peak_memory_bytes for each in steps)]
-    with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER) as plain:
-        plain.init(jax.random.key(1))
-        plain.prepare(make_batch(0), evaluation=shapes())
-        alone = [each.peak for each in plain.forecast]
-        short = plain.reordered(options=RuntimeOptions(memory_limit=max(alone)))
+        assert [stage._meter._held for stage in stages] == held
+        plain = pipeline.reordered()
+    plain.init(jax.random.key(1))
+    plain.prepare(make_batch(0), evaluation=shapes())
+    alone = [each.peak for each in plain.forecast]
+    assert all(a + p <= f < a + 2 * p for a, p, f in zip(alone, params, forecast, strict=True))
+    plain.close()
+    short = plain.reordered(options=RuntimeOptions(memory_limit=max(alone)))
     short.init(jax.random.key(1))
     with pytest.raises(ValueError, match=r"stage \d is predicted to need .*, and has"):
         short.prepare(make_batch(0), evaluation=shapes(in_idle_time=True))
-    params = [sum(leaf.nbytes for leaf in jax.tree.leaves(chunk.init(jax.random.key(0)))) for chunk in make_chunks(2)]
-    for stage in range(2):
-        assert alone[stage] + params[stage] <= forecast[stage] < alone[stage] + 2 * params[stage]
-        assert max(each[stage] for each in peaks) <= forecast[stage]
-        assert peaks[0][stage] < max(each[stage] for each in peaks[1:]) - params[stage] // 2
 
 
 def test_stages_without_idle_time_of_their_own_say_so() -> None:

@@ -115,6 +115,7 @@ def test_microbatches_that_skip_encoders_move_between_replicas(frozen: tuple[str
     np.testing.assert_allclose([each.grad_norm for each in found], norms, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluations_have_the_owners_of_a_training_step() -> None:
     from rrfp_jax.runtime.evaluation import EvaluationShapes
 

@@ -96,6 +96,7 @@ def test_a_checkpoint_fits_every_number_of_shards(model: str, between: Ways, tmp
 
 
 @pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.slow
 def test_a_tied_model_does_not_go_on_from_an_untied_one(shards: int, tmp_path: Path) -> None:
     with saved_pipeline("untied", 2) as pipeline:
         saving = RunSaver(tmp_path, pipeline, every=1, minutes=None, keep=1)

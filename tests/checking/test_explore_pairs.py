@@ -244,6 +244,7 @@ def check(random):
 
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=40)
+@pytest.mark.slow
 def test_random_pipelines(random):
     check(random)
 

@@ -178,6 +178,7 @@ def test_squares_are_found_as_internvl_publishes_it():
     np.testing.assert_array_equal(merged_squares(x, 2).reshape(2, 9, 20), folded.reshape(2, 9, 20))
 
 
+@pytest.mark.slow
 def test_a_feature_that_is_not_there_gives_no_number():
     config = small_model(INTERN)
     graph, leaves = whole(config), make_leaves(config)

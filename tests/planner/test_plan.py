@@ -99,6 +99,7 @@ needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, r
 
 
 @needs_solver
+@pytest.mark.slow
 def test_the_solvers_order_comes_first_where_it_is_quicker(
     costs: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_copies_buy_time_where_memory_is_short(p, m, slots, copy_ms, expected_ms
 
 
 @needs_solver
+@pytest.mark.slow
 def test_copies_may_be_for_some_chunks_and_other_orders_are_begun_with() -> None:
     graph, durations_ms = chain(4, 8, split=True), constant((10.0, 10.0, 10.0), chain(4, 8))[0]
     first = tuple(replace(op, chunks=frozenset({0})) for op in copy_ops(10.0))
