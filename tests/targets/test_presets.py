@@ -7,6 +7,7 @@ is taken.
 from functools import cache
 from typing import Any
 
+import jax
 import pytest
 import yaml
 
@@ -14,6 +15,8 @@ from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.costs.devices import CUDA, Device, device_of
 from rrfp_jax.planner.compile_for import CompiledRun, ProgramReport, compile_run
+from rrfp_jax.programs.chunk import param_specs
+from rrfp_jax.programs.program_text import ProgramText
 from rrfp_jax.readable import parse_bytes
 from tests.commands.running import ROOT
 from tests.commands.test_presets import forecasts_told
@@ -21,7 +24,7 @@ from tests.commands.test_presets import forecasts_told
 PRESETS = ROOT / "tpu_gpu_configs"
 NAMES = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.glob("[gt]pu/*.yaml"))]
 _OF_KIND = {CUDA: "gpu/", "tpu": "tpu/"}
-_LAYERS = {"gpu/gemma3_27b_64": 4, "gpu/gpt_oss_120b_64": 2, "gpu/llama3_70b_128": 3}
+_LAYERS = {"gpu/gemma3_27b_64": 4, "gpu/gpt_oss_120b_64": 2, "gpu/llama3_70b_128": 3, "gpu/mixtral_8x22b_128": 2}
 """Layers of a chunk where one is too few: a plan counts the embedding's output, which these presets' programs make
 again, as kept, and beside a single layer that is more than the quarter by which a forecast may be too high; and a table
 of 200,000 words is copied once for each chunk that reads it."""
@@ -97,7 +100,19 @@ def test_copies_are_few(run: CompiledRun, target: Device) -> None:
             for chunk in {each.chunk for each in of_microbatches(run)}
         }
     for name, texts in programs.items():
-        assert sum(each.copied_bytes for each in texts) <= 0.05 * sum(each.touched_bytes for each in texts), name
+        copied = sum(each.copied_bytes - _put_in_order(run, each) for each in texts)
+        assert copied <= 0.05 * sum(each.touched_bytes for each in texts), name
+
+
+def _put_in_order(run: CompiledRun, text: ProgramText) -> int:
+    """Bytes of the copies that put the tokens of an all-to-all in the order of experts, or of devices again.
+
+    Where a device has several experts, the tokens for one of them come from all devices, between those for the others.
+    """
+    experts, axes = run.config.model.experts, dict(run.pipeline.layout.axes_of_stage[0])
+    if experts is None or experts.num_experts <= axes.get("expert", 1) or "all-to-all" not in text.collectives:
+        return 0
+    return min(text.copied_bytes, text.collectives["all-to-all"].num_bytes)
 
 
 def test_memory_is_as_foreseen(run: CompiledRun) -> None:
@@ -120,5 +135,7 @@ def test_tokens_go_to_experts_and_back_by_all_to_all(run: CompiledRun) -> None:
     if "expert" not in dict(run.pipeline.layout.axes_of_stage[0]):
         pytest.skip("the preset has no axis for experts")
     for each in of_microbatches(run):
-        if each.name in ("forward", "backward"):
+        paths = [path for path, _ in jax.tree.leaves_with_path(param_specs(run.pipeline.chunks[each.chunk]))]
+        has_experts = any("experts" in jax.tree_util.keystr(path) for path in paths)
+        if each.name in ("forward", "backward") and has_experts:
             assert "all-to-all" in each.text.collectives, f"{each.name} of chunk {each.chunk}"
