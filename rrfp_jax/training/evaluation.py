@@ -5,7 +5,8 @@ once for them; the next ones are made meanwhile. Each such step asks whether the
 to stop takes effect within an evaluation.
 
 In idle time all batches of an evaluation are enqueued at once, and its rows are taken when the next evaluation is due,
-before a later state is saved, or at the end: a run that goes on from a checkpoint lacks no row.
+before a later state is saved, or at the end: a run that goes on from a checkpoint lacks no row, except where it was
+told to stop during an evaluation, for which it does not wait.
 """
 
 import math
@@ -154,8 +155,12 @@ class Evaluations:
             rows.append(self._row(self.pending, name, results, seconds))
         if self._begun:
             self._done = self.pending
-        self._begun, self.pending = [], None
+        self.drop()
         return rows
+
+    def drop(self) -> None:
+        """Leaves the evaluation under way to itself."""
+        self._begun, self.pending = [], None
 
     def run(self, state: PipelineState) -> list[EvaluationRow]:
         """Evaluates all sets, with averages of the parameters where the optimizer keeps these; returns no rows if a

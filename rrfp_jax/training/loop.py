@@ -489,8 +489,7 @@ class TrainingLoop:
                 self._record_all(running)
                 self._verify_and_evaluate(state)
                 if self._is_boundary(state.step, num_steps):
-                    if not self._stop:  # A run that is told to stop saves first.
-                        self._finish_evaluation(at=None if state.step == num_steps else state.step)
+                    self._finish_evaluation(at=None if state.step == num_steps else state.step)
                     self._save(state)
                     self._take_back(state, num_steps)
         was_running = bool(running)
@@ -572,11 +571,18 @@ class TrainingLoop:
 
     def _finish_evaluation(self, at: int | None = None) -> None:
         """Writes the rows of an evaluation in idle time, if one is under way: no matter of which state, or of one other
-        than that after ``at`` steps."""
-        if self._evaluations is not None and self._evaluations.pending not in (None, at):
-            self._write(self._evaluations.finish())
-            if self._last_end_s:
-                self._last_end_s = time.perf_counter()
+        than that after ``at`` steps. A run that was told to stop drops it."""
+        evaluations = self._evaluations
+        if evaluations is None or evaluations.pending in (None, at):
+            return
+        if self._stop:  # Nobody who stops a run waits for it: the rest may take minutes.
+            if self._pipeline.process.is_first:
+                _log.warning("the evaluation after %d steps has no rows: the run was stopped", evaluations.pending)
+            evaluations.drop()
+            return
+        self._write(evaluations.finish())
+        if self._last_end_s:
+            self._last_end_s = time.perf_counter()
 
     def _write(self, rows: Iterable[EvaluationRow]) -> None:
         for row in rows:

@@ -95,6 +95,17 @@ def test_a_rank_killed_with_an_evaluation_in_idle_time_under_way_is_reported(tmp
         assert "rank 2 (stage 2) was lost" in rank_text(launcher, 0)
 
 
+def test_a_run_told_to_stop_does_not_wait_for_an_evaluation_in_idle_time(tmp_path: Path) -> None:
+    often = ("--evaluation.every", 2, "--evaluation.batches", 400, "--evaluation.when", "idle", "--steps", 1000)
+    with train(tmp_path, 2, *often, program=("faulty", "slow", 1, "train")) as launcher:
+        launcher.numbers(r"step +(2) ", 1)
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait(60) == 7, launcher.text
+        assert "the evaluation after 2 steps has no rows: the run was stopped" in launcher.text
+    assert len(committed(tmp_path / "run")) == 1
+    assert rows_of(tmp_path) == []
+
+
 def test_replicas_that_stand_for_each_other_evaluate_between_steps(tmp_path: Path) -> None:
     with train(tmp_path, 4, *IDLE, "--num-stages", 2, "--replicas", 2, "--reduce", "messages") as launcher:
         assert launcher.wait(60) == 2

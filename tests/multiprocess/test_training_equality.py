@@ -16,6 +16,7 @@ from tests.plain_loop import assert_same_training
 
 PROPOSE, SHARDED = {"group_protocol": "propose"}, {"shard_optimizer": True}
 SPLIT = {"hint": "bfw", "window": 2}
+LEFT_OUT = ((0, 2), (0, 3), (0, 7), (1, 0), (1, 3))
 FUSED, SPLIT_TABLE = {"schedule": "1f1b"}, {"schedule": "zb-h1"}
 ONE_OF_EACH = [
     Case(name="tensor 2", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, transport="transfer", options=PROPOSE),
@@ -124,7 +125,7 @@ OTHER_MODELS = [
         num_stages=2,
         tensor=2,
         num_ranks=4,
-        left_out=((0, 2), (0, 3), (0, 7), (1, 0), (1, 3)),
+        left_out=LEFT_OUT,
         options={"schedule": "zb-h1"},
     ),
     Case(
@@ -133,7 +134,7 @@ OTHER_MODELS = [
         num_stages=2,
         data=2,
         num_ranks=4,
-        left_out=((0, 2), (0, 3), (0, 7), (1, 0), (1, 3)),
+        left_out=LEFT_OUT,
         options={"reduce": "messages", "hint": "bfw"},
     ),
     Case(name="passes on", cut=(0, 1, 1, 0), frozen=("layers.0",), num_stages=4, num_ranks=4, options=SPLIT),
