@@ -227,8 +227,8 @@ class Liveness:
         self._command(lambda: self._await_farewell(rank))
 
     def rule_out(self, rank: int, why: str) -> None:
-        """Takes a rank for lost, since there can be no connection to it. It is told once, however else it is noticed:
-        a second word of the loss could come when a new process of the rank is there."""
+        """Declares a rank lost, since this one cannot connect to it. The failure detector then reports the loss once: a
+        second report could come when a new process of the rank is there, and be taken for its loss."""
         self._command(lambda: self._suspect(Suspicion(self._rank, rank, why, is_certain=True)))
 
     def tell_activity(self, activity: str, standstill: tuple[str, Container[int]] | None) -> None:

@@ -159,7 +159,7 @@ class Evaluations:
         return rows
 
     def drop(self) -> None:
-        """Leaves the evaluation under way to itself."""
+        """Forgets the evaluation under way, whose rows nobody will write."""
         self._begun, self.pending = [], None
 
     def run(self, state: PipelineState) -> list[EvaluationRow]:
