@@ -355,9 +355,9 @@ class EvaluationConfig:
     ``{validation: {path: val.txt}}``. A set with a path of its own takes all that is there, others the part of the
     run's data that is held out (``held_out``). None: that part alone."""
     when: str = "between"
-    """The time of evaluations: ``between`` steps; at the ``start`` too, before the first one; ``idle``, beside the steps
-    that follow, where stages would idle, on a copy of the parameters, with rows that come later; ``start+idle`` for
-    both."""
+    """The time of evaluations: ``between`` steps; at the ``start`` too, before the first one; ``idle``, beside the
+    steps that follow, where stages would idle, on a copy of the parameters, with rows that come later; ``start+idle``
+    for both."""
     keep_best: bool = False
     """Whether the checkpoint with the least loss of the first set is saved at once and stays, beside the newest
     ones."""
